@@ -1,0 +1,75 @@
+"""The `pagedgen` command: registers the subcommands and is the one place where errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from pagedgen import __version__
+from pagedgen.errors import EXIT_INTERNAL, EXIT_OUTPUT, EXIT_STOPPED, PagedgenError
+
+from . import model, plan, run
+from .output import fail
+
+app = typer.Typer(
+    name="pagedgen",
+    help="Offline batch generation over a paged KV cache: every completion, in order, exactly once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run")(run.run)
+app.command("plan")(plan.plan)
+app.add_typer(model.app, name="model")
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; every error ends in one sentence and a documented exit code.
+
+    PAGEDGEN_TRACEBACK=1 shows the traceback as well.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        app()
+    except PagedgenError as error:
+        _show_traceback()
+        fail(str(error))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        fail("stopped; no output was written, the same command starts over")
+        sys.exit(EXIT_STOPPED)
+    except BrokenPipeError:
+        # The reader of stdout has gone. Python would complain once more while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_OUTPUT)
+    except Exception as error:
+        _show_traceback()
+        fail(
+            f"internal error: {type(error).__name__}: {error}. This is a bug in pagedgen; "
+            "PAGEDGEN_TRACEBACK=1 shows where"
+        )
+        sys.exit(EXIT_INTERNAL)
+
+
+def _show_traceback() -> None:
+    if os.environ.get("PAGEDGEN_TRACEBACK"):
+        traceback.print_exc()

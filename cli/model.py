@@ -1,0 +1,30 @@
+"""`pagedgen model`: the demo model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .output import stderr
+
+app = typer.Typer(help="Fetch the demo model.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command("get")
+def get(
+    name: Annotated[str, typer.Argument(help="smollm2-135m")],
+    force: Annotated[bool, typer.Option("--force", help="Fetch again even if it is cached.")] = False,
+) -> None:
+    """Fetch a demo model into the cache and print its directory."""
+    from pagedgen.model import demo
+
+    if name in demo.DEMO_MODELS and not (demo.cache_path(name) / "config.json").is_file():
+        stderr.print(f"fetching {name} …", style="dim", highlight=False)
+    path, _ = demo.fetch(name, force=force)
+    typer.echo(str(path))

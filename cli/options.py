@@ -1,0 +1,100 @@
+"""Options that `run` and `plan` share, and how their values are read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagedgen.errors import InputError, UsageError
+
+_UNITS = {"": 1, "B": 1, "K": 1000, "KB": 1000, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+MODEL, INPUT, RUNTIME, SAMPLING = "Model", "Input", "Memory and schedule", "Sampling"
+
+Model = Annotated[str, typer.Argument(help="A model directory, a demo model's name, or a Hugging Face id.")]
+Inputs = Annotated[
+    list[str], typer.Argument(help="JSONL or Parquet files, globs or directories.", metavar="PROMPTS...")
+]
+
+PromptColumn = Annotated[str | None, typer.Option(help="Column with the prompt text.", rich_help_panel=INPUT)]
+MessagesColumn = Annotated[str | None, typer.Option(help="Column with chat messages.", rich_help_panel=INPUT)]
+IdColumn = Annotated[
+    str | None, typer.Option(help="Column that becomes the output's id (else `id`, else the row's index).", rich_help_panel=INPUT)
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Read only the first rows.", rich_help_panel=INPUT)]
+ChatTemplate = Annotated[
+    str | None, typer.Option(help="File with a Jinja chat template, instead of the tokenizer's.", metavar="FILE", rich_help_panel=INPUT)
+]
+
+Revision = Annotated[str | None, typer.Option(help="Revision of a Hugging Face model.", rich_help_panel=MODEL)]
+TrustRemoteCode = Annotated[bool, typer.Option(help="Run the model repository's own code.", rich_help_panel=MODEL)]
+AllowPickle = Annotated[bool, typer.Option(help="Load pickled weights, which can run code.", rich_help_panel=MODEL)]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="auto, float32, bfloat16 or float16. auto: the checkpoint's on GPU; on CPU bfloat16 where it has bf16 arithmetic.",
+        rich_help_panel=MODEL,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Longest prompt plus completion, in tokens. [default: the model's]", rich_help_panel=MODEL)
+]
+
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=RUNTIME)]
+BlockSize = Annotated[
+    int | None, typer.Option(help="Tokens in a KV block. [default: 16 on GPU, 32 on CPU]", rich_help_panel=RUNTIME)
+]
+MaxNumSeqs = Annotated[
+    int | None, typer.Option(help="Most rows in flight. [default: 256 on GPU, 128 on CPU]", rich_help_panel=RUNTIME)
+]
+MaxNumBatchedTokens = Annotated[
+    int | None, typer.Option(help="Most tokens in a step. [default: 8192 on GPU, 1024 on CPU]", rich_help_panel=RUNTIME)
+]
+GpuMemoryUtilization = Annotated[
+    float, typer.Option(help="Share of the device's total memory to use, weights included.", rich_help_panel=RUNTIME)
+]
+KvCacheMemoryBytes = Annotated[
+    str | None, typer.Option(help="Size of the KV pool, e.g. 4GiB, instead of what is free.", metavar="BYTES", rich_help_panel=RUNTIME)
+]
+NumGpuBlocksOverride = Annotated[
+    int | None,
+    typer.Option(
+        "--num-gpu-blocks-override", "--max-block-num", help="Blocks in the KV pool, instead of what fits.", rich_help_panel=RUNTIME
+    ),
+]
+
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Most tokens to generate for a row. [default: 512]", rich_help_panel=SAMPLING)
+]
+
+
+def parse_bytes(text: str | None, flag: str) -> int | None:
+    """Return "4GiB", "500MB" or "1024" as bytes.
+
+    Raises:
+        UsageError: not a size.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in _UNITS:
+        raise UsageError(f"{flag} {text} is not a size; write it like 80GiB, 500MB or 1073741824")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def read_template(path: str | None) -> str | None:
+    """Return the text of a template file.
+
+    Raises:
+        InputError: it can't be read.
+    """
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--chat-template {path}: can't be read: {error}") from error

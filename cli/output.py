@@ -1,0 +1,194 @@
+"""The output sink: results may go to stdout, everything else here goes to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+stderr = Console(stderr=True)
+
+_PLAIN_LINE_EVERY_S = 10.0
+
+
+def fail(message: str) -> None:
+    """Print an error in one sentence."""
+    stderr.print(f"pagedgen: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def gib(num_bytes: int) -> str:
+    """Return bytes for people."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+class RunProgress:
+    """Shows a job's progress: a bar on a terminal, a line now and then elsewhere, JSON lines on request, or nothing."""
+
+    def __init__(self, mode: str):
+        """mode: auto, plain, json or none."""
+        if mode == "auto":
+            mode = "bar" if stderr.is_terminal else "plain"
+        self._mode = mode
+        self._total = 0
+        self._started = self._printed = monotonic()
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def __enter__(self) -> RunProgress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def phase(self, text: str) -> None:
+        """See `job.Progress.phase`."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._say({"event": "phase", "phase": text}, f"{text} …")
+
+    def note(self, text: str) -> None:
+        """See `job.Progress.note`."""
+        self._say({"event": "note", "note": text}, f"note: {text}")
+
+    def rows(self, total: int) -> None:
+        """See `job.Progress.rows`."""
+        self._total, self._started = total, monotonic()
+        self._say({"event": "generate", "rows": total}, f"generating {total:,} rows …" if self._mode != "bar" else "")
+        if self._mode == "bar":
+            columns = (
+                TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows"),
+                BarColumn(),
+                TextColumn("{task.fields[speed]:,.0f} tokens/s  blocks {task.fields[blocks]}  ETA"),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, console=stderr, transient=True)
+            self._task = self._bar.add_task("", total=total, speed=0.0, blocks="")
+            self._bar.start()
+
+    def step(self, report: Any) -> None:
+        """See `job.Progress.step`."""
+        now = monotonic()
+        speed = report.generated_tokens / max(now - self._started, 1e-9)
+        if self._bar is not None:
+            blocks = f"{report.used_blocks}/{report.total_blocks}"
+            self._bar.update(self._task, completed=report.num_finished, speed=speed, blocks=blocks)
+        elif now - self._printed >= _PLAIN_LINE_EVERY_S:
+            self._printed = now
+            left = self._total - report.num_finished
+            eta = (now - self._started) / report.num_finished * left if report.num_finished else None
+            facts = {
+                "rows": report.num_finished,
+                "total": self._total,
+                "tokens_per_s": round(speed, 1),
+                "used_blocks": report.used_blocks,
+                "total_blocks": report.total_blocks,
+                "eta_s": None if eta is None else round(eta),
+            }
+            self._say(
+                {"event": "progress", **facts},
+                f"{report.num_finished:,}/{self._total:,} rows  {speed:,.0f} tokens/s  "
+                f"blocks {report.used_blocks}/{report.total_blocks}  ETA {'?' if eta is None else f'{eta:,.0f} s'}",
+            )
+
+    def _say(self, event: dict[str, Any], text: str) -> None:
+        if self._mode == "json":
+            print(json.dumps(event), file=sys.stderr, flush=True)  # noqa: T201
+        elif self._mode != "none" and text:
+            stderr.print(text, style="dim", markup=False, highlight=False)
+
+
+def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max_tokens_note: str) -> None:
+    """Print the closing table of a run."""
+    table = Table(title="pagedgen run", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    rows = {k: v for k, v in stats["rows"].items() if k != "total"}
+    table.add_row("rows", f"{stats['rows']['total']:,} ({', '.join(f'{v:,} {k}' for k, v in rows.items())})")
+    if stats["row_errors"]:
+        table.add_row("row errors", ", ".join(f"{v:,} {k}" for k, v in stats["row_errors"].items()))
+    table.add_row("tokens", f"{stats['prompt_tokens']:,} prompt, {stats['generated_tokens']:,} generated{max_tokens_note}")
+    table.add_row(
+        "speed",
+        f"{stats['tokens_per_s']:,.1f} generated tokens/s over {stats['generate_s']:.1f} s "
+        f"(start-up {stats['startup_s']:.1f} s, wall {stats['wall_s']:.1f} s)",
+    )
+    split = sorted(stats["time_split_s"].items(), key=lambda item: -item[1])
+    table.add_row("time", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in split))
+    blocks = stats["blocks"]
+    table.add_row(
+        "blocks",
+        f"{blocks['total']:,} of {blocks['block_size']} tokens; peak {blocks['peak']:,}, mean in use "
+        f"{blocks['mean_utilization']:.1%}, of those slots filled {blocks['slot_utilization']:.1%}, "
+        f"mean table {blocks['mean_table_length']:.1f}",
+    )
+    table.add_row(
+        "padding saved",
+        f"{stats['padding_saved']:.1%} ({stats['computed_tokens']:,} tokens computed, "
+        f"{stats['padded_tokens']:,} in padded batches)",
+    )
+    table.add_row("preemptions", f"{stats['preemptions']:,} ({stats['recomputed_tokens']:,} tokens recomputed)")
+    table.add_row("peak memory", gib(stats["peak_memory_bytes"]))
+    config = stats["config"]["engine"]
+    table.add_row("ran as", f"{config['dtype']} on {config['device']} ({config['backend']} kernels), seed {config['seed']}")
+    table.add_row("output", "stdout" if output == "-" else output)
+    if stats_path:
+        table.add_row("statistics", stats_path)
+    stderr.print(table)
+
+
+def show_plan(report: Any) -> None:
+    """Print a plan as a table on stdout."""
+    plan, model = report.plan, report.model
+    table = Table(title=f"pagedgen plan: {report.config['model']}", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    config = report.config
+    table.add_row(
+        "model",
+        f"{model['model_type']}, {model['num_layers']} layers, {model['num_heads']}/{model['num_kv_heads']} heads of "
+        f"{model['head_dim']}, {model['dtype']}, context {plan['max_model_len']:,}, EOS {list(model['eos_token_ids']) or 'none'}",
+    )
+    table.add_row("weights", gib(plan["weights_bytes"]))
+    table.add_row(
+        "activation peak",
+        f"{gib(plan['activation_peak_bytes'])} (estimate for {plan['max_num_batched_tokens']:,} tokens and "
+        f"{plan['max_num_seqs']:,} rows a step; `run` measures it)",
+    )
+    table.add_row(
+        "memory",
+        f"{gib(plan['device_total_bytes'])} in all, {gib(plan['device_free_bytes'])} free ({config['device']}, "
+        f"{report.memory_source}); at most {config['gpu_memory_utilization']:.0%} of all is used",
+    )
+    table.add_row("KV per token", f"{plan['bytes_per_token']:,} bytes")
+    table.add_row("KV per block", f"{plan['bytes_per_block']:,} bytes ({plan['block_size']} tokens)")
+    table.add_row("for KV", gib(plan["available_kv_bytes"]))
+    table.add_row("max_block_num", f"{plan['max_block_num']:,}")
+    table.add_row("rows", f"{plan['num_rows']:,} in {len(report.files)} file(s)")
+    for label, key in (
+        ("without a usable prompt", "num_row_errors"),
+        ("too long", "num_too_long"),
+        ("too large for the pool", "num_too_large"),
+    ):
+        if plan[key]:
+            table.add_row(f"  {label}", f"{plan[key]:,} (row errors in the output)")
+    table.add_row("tokens", f"{plan['prompt_tokens']:,} prompt, at most {plan['max_new_tokens']:,} generated")
+    table.add_row("concurrent rows", f"{plan['max_concurrent_rows']:,} at this data's mean length")
+    table.add_row("peak blocks needed", f"{plan['peak_blocks_needed']:,} (if every row runs to its max_tokens)")
+    table.add_row(
+        "padding saved",
+        f"{plan['padding_saved']:.1%} (prompts padded in batches of {plan['max_num_seqs']:,}: {plan['padded_tokens']:,} tokens)",
+    )
+    Console().print(table)

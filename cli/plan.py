@@ -1,0 +1,81 @@
+"""`pagedgen plan`: what would fit and what the job needs, without weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from pagedgen.config import EngineConfig
+from pagedgen.errors import UsageError
+from pagedgen.job import JobConfig, plan_only
+from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+
+from . import options as opt
+from .output import RunProgress, show_plan
+
+
+def plan(
+    model: opt.Model,
+    prompts: opt.Inputs,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Plan for a device of this size, e.g. 80GiB, instead of measuring this one.", metavar="BYTES", rich_help_panel=opt.RUNTIME),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    prompt_column: opt.PromptColumn = None,
+    messages_column: opt.MessagesColumn = None,
+    id_column: opt.IdColumn = None,
+    limit: opt.Limit = None,
+    chat_template: opt.ChatTemplate = None,
+    max_tokens: opt.MaxTokens = None,
+    revision: opt.Revision = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    allow_pickle: opt.AllowPickle = False,
+    dtype: opt.Dtype = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    device: opt.Device = "auto",
+    block_size: opt.BlockSize = None,
+    max_num_seqs: opt.MaxNumSeqs = None,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
+    gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
+    kv_cache_memory_bytes: opt.KvCacheMemoryBytes = None,
+    num_gpu_blocks_override: opt.NumGpuBlocksOverride = None,
+) -> None:
+    """Compute max_block_num and what the job will need. Reads config and tokenizer only."""
+    try:
+        sampling = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
+    except ValueError as error:
+        raise UsageError(f"sampling: {error}") from error
+    config = JobConfig(
+        inputs=prompts,
+        prompt_column=prompt_column,
+        messages_column=messages_column,
+        id_column=id_column,
+        limit=limit,
+        chat_template=opt.read_template(chat_template),
+        sampling=sampling,
+        engine=EngineConfig(
+            model=model,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=opt.parse_bytes(kv_cache_memory_bytes, "--kv-cache-memory-bytes"),
+            num_gpu_blocks_override=num_gpu_blocks_override,
+        ),
+    )
+    with RunProgress("none" if as_json else "auto") as shown:
+        report = plan_only(config, shown, opt.parse_bytes(device_memory, "--device-memory"))
+    if as_json:
+        typer.echo(json.dumps({**report.plan, "details": asdict(report)}, indent=2))
+    else:
+        show_plan(report)

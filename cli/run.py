@@ -1,0 +1,153 @@
+"""`pagedgen run`: the main job."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pagedgen.config import EngineConfig
+from pagedgen.errors import EXIT_OK, EXIT_ROW_ERRORS, UsageError
+from pagedgen.job import JobConfig, error_rate_exceeded, run_job
+from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+
+from . import options as opt
+from .output import RunProgress, show_summary
+
+OUTPUT = "Output"
+
+
+def run(
+    model: opt.Model,
+    prompts: opt.Inputs,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="Where to write: .jsonl, .parquet, or - for JSONL on stdout.", rich_help_panel=OUTPUT)
+    ],
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing output.", rich_help_panel=OUTPUT)] = False,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="Write the generated token ids as well.", rich_help_panel=OUTPUT)
+    ] = False,
+    stats: Annotated[
+        str | None, typer.Option(help="Where statistics go. [default: <output>.stats.json]", metavar="FILE", rich_help_panel=OUTPUT)
+    ] = None,
+    progress: Annotated[str, typer.Option(help="auto, plain, json or none.", rich_help_panel=OUTPUT)] = "auto",
+    max_error_rate: Annotated[
+        float, typer.Option(help="Share of rows that may fail before the exit code is 3.", rich_help_panel=OUTPUT)
+    ] = 0.0,
+    prompt_column: opt.PromptColumn = None,
+    messages_column: opt.MessagesColumn = None,
+    id_column: opt.IdColumn = None,
+    limit: opt.Limit = None,
+    chat_template: opt.ChatTemplate = None,
+    max_tokens: opt.MaxTokens = None,
+    min_tokens: Annotated[int, typer.Option(help="Fewest tokens before a row may end.", rich_help_panel=opt.SAMPLING)] = 0,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy. [default: 0]", rich_help_panel=opt.SAMPLING)
+    ] = None,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this share.", rich_help_panel=opt.SAMPLING)] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 or -1: all.", rich_help_panel=opt.SAMPLING)] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this share of the likeliest one's.", rich_help_panel=opt.SAMPLING)
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the random draws.", rich_help_panel=opt.SAMPLING)] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End a row before this text (repeatable).", rich_help_panel=opt.SAMPLING)
+    ] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option(help="End a row at this token id (repeatable).", rich_help_panel=opt.SAMPLING)
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Don't end at the model's EOS.", rich_help_panel=opt.SAMPLING)
+    ] = False,
+    include_stop_str_in_output: Annotated[
+        bool, typer.Option("--include-stop-str-in-output", help="Keep the stop text.", rich_help_panel=opt.SAMPLING)
+    ] = False,
+    revision: opt.Revision = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    allow_pickle: opt.AllowPickle = False,
+    dtype: opt.Dtype = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    device: opt.Device = "auto",
+    backend: Annotated[
+        str, typer.Option(help="Kernels: auto, cpu, gpu, or reference (slow, plain torch).", rich_help_panel=opt.RUNTIME)
+    ] = "auto",
+    block_size: opt.BlockSize = None,
+    max_num_seqs: opt.MaxNumSeqs = None,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
+    gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
+    kv_cache_memory_bytes: opt.KvCacheMemoryBytes = None,
+    num_gpu_blocks_override: opt.NumGpuBlocksOverride = None,
+    sort: Annotated[
+        str, typer.Option(help="Order of work: length (longest first) or none. Output order is the input's.", rich_help_panel=opt.RUNTIME)
+    ] = "length",
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. [default: the cores this process may use]", rich_help_panel=opt.RUNTIME)
+    ] = None,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Recount the blocks after every step.", rich_help_panel=opt.RUNTIME)
+    ] = False,
+) -> None:
+    """Generate a completion for every row of PROMPTS and write them in input order.
+
+    Exit codes: 0 all rows fine, 2 can't be run (told before weights load), 3 finished with row errors, 4 output can't be
+    written, 75 stopped by a signal, 1 a bug.
+    """
+    if progress not in ("auto", "plain", "json", "none"):
+        raise UsageError(f"--progress {progress} is not one of auto, plain, json, none")
+    if not 0 <= max_error_rate <= 1:
+        raise UsageError(f"--max-error-rate {max_error_rate} must be between 0 and 1")
+    if temperature is None and (top_p != 1.0 or top_k > 1 or min_p != 0.0):
+        raise UsageError("--top-p, --top-k and --min-p have no effect on greedy decoding: set --temperature as well")
+    try:
+        sampling = SamplingParams(
+            temperature=temperature or 0.0,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+            min_tokens=min_tokens,
+            stop=tuple(stop or ()),
+            stop_token_ids=tuple(stop_token_ids or ()),
+            ignore_eos=ignore_eos,
+            include_stop_str_in_output=include_stop_str_in_output,
+        )
+    except ValueError as error:
+        raise UsageError(f"sampling: {error}") from error
+    config = JobConfig(
+        inputs=prompts,
+        output=output,
+        stats=stats,
+        prompt_column=prompt_column,
+        messages_column=messages_column,
+        id_column=id_column,
+        limit=limit,
+        chat_template=opt.read_template(chat_template),
+        token_ids=token_ids,
+        overwrite=overwrite,
+        sampling=sampling,
+        engine=EngineConfig(
+            model=model,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=opt.parse_bytes(kv_cache_memory_bytes, "--kv-cache-memory-bytes"),
+            num_gpu_blocks_override=num_gpu_blocks_override,
+            sort=sort,
+            threads=threads,
+            seed=seed,
+            audit=audit,
+        ),
+    )
+    with RunProgress(progress) as shown:
+        report = run_job(config, shown)
+    note = f" (max_tokens {DEFAULT_MAX_TOKENS}, the default)" if max_tokens is None else ""
+    show_summary(report.stats, report.output, report.stats_path, note)
+    raise typer.Exit(EXIT_ROW_ERRORS if error_rate_exceeded(report, max_error_rate) else EXIT_OK)

@@ -1,0 +1,144 @@
+"""The CPU backend: the signatures of `api.Backend` over the compiled kernels of `kernels.py`.
+
+K is stored transposed inside its block, `(head_dim, block_size)`; the caller passes the transpose view, so shapes are the
+same everywhere and only strides differ. fp32, bf16 and fp16 tensors; fp32 arithmetic throughout. Numba must have been given
+the same number of threads as torch (`numba.set_num_threads`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..reference import copy_blocks as copy_blocks
+from . import load_kernels
+
+KEY_TRANSPOSED = True
+
+# (query, head) rows handled together: enough to use a K/V tile well, few enough that scores and sums stay in the L1 cache.
+_ROWS_PER_ITEM = 32
+
+_F32 = np.empty(0, np.float32)
+_TAGS = {
+    torch.float32: _F32,
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float16: np.empty(0, np.int16),
+}
+
+
+def _byte_strides(tensor: torch.Tensor, *dims: int) -> tuple[int, ...]:
+    return tuple(tensor.stride(dim) * tensor.element_size() for dim in dims)
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """See `api.Backend.write_kv`."""
+    if key.stride(-1) != 1 or value.stride(-1) != 1:
+        raise ValueError("write_kv needs keys and values whose head_dim is contiguous")
+    kernels, num_threads = load_kernels()
+    kernels.store_kv(
+        key.data_ptr(),
+        _byte_strides(key, 0, 1),
+        value.data_ptr(),
+        _byte_strides(value, 0, 1),
+        key_cache.data_ptr(),
+        _byte_strides(key_cache, 0, 1, 2, 3),
+        value_cache.data_ptr(),
+        _byte_strides(value_cache, 0, 1, 2, 3),
+        slot_mapping.numpy(),
+        key.shape[1],
+        key.shape[2],
+        key_cache.shape[2],
+        num_threads,
+        _TAGS[key_cache.dtype],
+    )
+
+
+def paged_prefill(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens_kv: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    max_seqlen_q: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """See `api.Backend.paged_prefill`."""
+    num_heads, head_dim = query.shape[1], query.shape[2]
+    num_kv_heads, block_size = key_cache.shape[1], key_cache.shape[2]
+    if key_cache.stride(2) != 1 or value_cache.stride(3) != 1 or query.stride(2) != 1 or out.stride(2) != 1:
+        raise ValueError(
+            "the cpu backend needs K transposed inside its block and V, query and out contiguous in head_dim"
+        )
+    if head_dim < 4 or block_size < 4:
+        raise ValueError(f"the cpu backend needs head_dim >= 4 and block_size >= 4, not {head_dim} and {block_size}")
+    kernels, num_threads = load_kernels()
+    queries_per_item = min(max(1, _ROWS_PER_ITEM * num_kv_heads // num_heads), max(1, max_seqlen_q))
+    kernels.attend(
+        query.data_ptr(),
+        _byte_strides(query, 0, 1),
+        key_cache.data_ptr(),
+        _byte_strides(key_cache, 0, 1, 3),
+        value_cache.data_ptr(),
+        _byte_strides(value_cache, 0, 1, 2),
+        out.data_ptr(),
+        _byte_strides(out, 0, 1),
+        block_tables.numpy(),
+        cu_seqlens_q.numpy(),
+        seq_lens_kv.numpy(),
+        _F32 if sinks is None else sinks.detach().float().numpy(),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        queries_per_item,
+        np.float32(scale),
+        sliding_window or 0,
+        np.float32(softcap or 0.0),
+        num_threads,
+        _TAGS[query.dtype],
+        _TAGS[key_cache.dtype],
+        _F32,
+    )
+
+
+def paged_decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens_kv: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """See `api.Backend.paged_decode`: the same kernel with one query a row, so that decode and prefill give the same bits."""
+    cu_seqlens_q = torch.arange(query.shape[0] + 1, dtype=torch.int32)
+    paged_prefill(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        cu_seqlens_q,
+        seq_lens_kv,
+        out,
+        scale=scale,
+        max_seqlen_q=1,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+    )

@@ -1,0 +1,454 @@
+"""The compiled CPU kernels: paged attention for any mix of queries, and the K/V write.
+
+One attention kernel serves prefill, chunks and decode. A *work item* is one KV head of up to `queries_per_item` consecutive
+queries of a row; the GQA group's heads ride along, so that each K/V tile is read once for all of them. Each (query, head)
+walks its KV blocks from the first visible one with a running softmax (m, l, acc): tile by tile, the tokens of a tile in
+order, arithmetic fixed by the query's own position. So its bits do not depend on what else is in the batch, on how the
+prompt was chunked, on preemption, or on the number of threads.
+
+Flash-style running softmax: Milakov and Gimelshein 2018 (arXiv 1805.02867).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from .simd import (
+    copy_element,
+    hmax,
+    hsum,
+    keep_lanes,
+    load,
+    pv_tile,
+    qk_tile,
+    splat,
+    store,
+    vadd,
+    vexp,
+    vmax,
+    vmul,
+    vsub,
+    vtanh,
+)
+
+_F32 = np.empty(0, np.float32)
+
+
+def _make_softmax_row(width):
+    """Build the softmax update of one row for tiles of `width`-lane vectors (width is a compile-time constant)."""
+
+    @njit(boundscheck=False, error_model="numpy")
+    def softmax_row(scores, num_vectors, low, high, softcap, m_old, l_row, f32):
+        """Turn a tile's scores into weights in place; return (new maximum, correction). Lanes outside [low, high) weigh 0."""
+        top = splat(np.float32(-np.inf), width)
+        for c in range(num_vectors):
+            address = scores + c * (4 * width)
+            s = load(address, f32, width)
+            if softcap > np.float32(0):
+                s = vmul(vtanh(vmul(s, splat(np.float32(1) / softcap, width))), splat(softcap, width))
+            s = keep_lanes(s, c * width, low, high)
+            store(address, s, f32)
+            top = vmax(top, s)
+        m_new = max(m_old, hmax(top))
+        shift = splat(m_new, width)
+        correction = hmax(vexp(splat(m_old - m_new, width)))
+        total = vmul(load(l_row, f32, width), splat(correction, width))
+        for c in range(num_vectors):
+            address = scores + c * (4 * width)
+            e = vexp(vsub(load(address, f32, width), shift))
+            store(address, e, f32)
+            total = vadd(total, e)
+        store(l_row, total, f32)
+        return m_new, correction
+
+    return softmax_row
+
+
+_softmax_row_16 = _make_softmax_row(16)
+_softmax_row_4 = _make_softmax_row(4)
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size):
+    """All scores of a tile: rows in groups, so that each widened K vector serves several rows."""
+    if block_size < 16:
+        for c in range(block_size // 4):
+            for r in range(num_rows):
+                qk_tile(
+                    q + r * q_row,
+                    q_row,
+                    k + c * 4 * tag.itemsize,
+                    k_row,
+                    tag,
+                    s + r * s_row + c * 16,
+                    s_row,
+                    depth,
+                    1,
+                    1,
+                    4,
+                )
+        return
+    if block_size == 16:
+        r = 0
+        while num_rows - r >= 8:
+            qk_tile(q + r * q_row, q_row, k, k_row, tag, s + r * s_row, s_row, depth, 8, 1, 16)
+            r += 8
+        while num_rows - r >= 3:
+            qk_tile(q + r * q_row, q_row, k, k_row, tag, s + r * s_row, s_row, depth, 3, 1, 16)
+            r += 3
+        while r < num_rows:
+            qk_tile(q + r * q_row, q_row, k, k_row, tag, s + r * s_row, s_row, depth, 1, 1, 16)
+            r += 1
+        return
+    for c in range(block_size // 32):
+        kc = k + c * 32 * tag.itemsize
+        sc = s + c * 128
+        r = 0
+        while num_rows - r >= 8:
+            qk_tile(q + r * q_row, q_row, kc, k_row, tag, sc + r * s_row, s_row, depth, 8, 2, 16)
+            r += 8
+        while num_rows - r >= 4:
+            qk_tile(q + r * q_row, q_row, kc, k_row, tag, sc + r * s_row, s_row, depth, 4, 2, 16)
+            r += 4
+        if num_rows - r == 3:
+            qk_tile(q + r * q_row, q_row, kc, k_row, tag, sc + r * s_row, s_row, depth, 3, 2, 16)
+        elif num_rows - r == 2:
+            qk_tile(q + r * q_row, q_row, kc, k_row, tag, sc + r * s_row, s_row, depth, 2, 2, 16)
+        elif num_rows - r == 1:
+            qk_tile(q + r * q_row, q_row, kc, k_row, tag, sc + r * s_row, s_row, depth, 1, 2, 16)
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_rows, head_dim):
+    """Add a tile's weighted values to every row's accumulator.
+
+    The last vector of a head_dim that is no multiple of the width starts earlier and overlaps its neighbour; it has its own
+    accumulator, so shared lanes are computed twice with the same result.
+    """
+    if head_dim < 16:
+        for c in range((head_dim + 3) // 4):
+            vc = v + min(c * 4, head_dim - 4) * tag.itemsize
+            for r in range(num_rows):
+                pv_tile(
+                    p + r * p_row,
+                    p_row,
+                    vc,
+                    v_row,
+                    tag,
+                    acc + r * acc_row + c * 16,
+                    acc_row,
+                    correction + 4 * r,
+                    num_tokens,
+                    1,
+                    1,
+                    4,
+                )
+        return
+    num_vectors = (head_dim + 15) // 16
+    wide = head_dim // 64  # groups of four full vectors
+    for c in range(wide):
+        vc = v + c * 64 * tag.itemsize
+        ac = acc + c * 256
+        r = 0
+        while num_rows - r >= 4:
+            pv_tile(
+                p + r * p_row,
+                p_row,
+                vc,
+                v_row,
+                tag,
+                ac + r * acc_row,
+                acc_row,
+                correction + 4 * r,
+                num_tokens,
+                4,
+                4,
+                16,
+            )
+            r += 4
+        if num_rows - r == 3:
+            pv_tile(
+                p + r * p_row,
+                p_row,
+                vc,
+                v_row,
+                tag,
+                ac + r * acc_row,
+                acc_row,
+                correction + 4 * r,
+                num_tokens,
+                3,
+                4,
+                16,
+            )
+        elif num_rows - r == 2:
+            pv_tile(
+                p + r * p_row,
+                p_row,
+                vc,
+                v_row,
+                tag,
+                ac + r * acc_row,
+                acc_row,
+                correction + 4 * r,
+                num_tokens,
+                2,
+                4,
+                16,
+            )
+        elif num_rows - r == 1:
+            pv_tile(
+                p + r * p_row,
+                p_row,
+                vc,
+                v_row,
+                tag,
+                ac + r * acc_row,
+                acc_row,
+                correction + 4 * r,
+                num_tokens,
+                1,
+                4,
+                16,
+            )
+    for c in range(4 * wide, num_vectors):
+        vc = v + min(c * 16, head_dim - 16) * tag.itemsize
+        ac = acc + c * 64
+        r = 0
+        while num_rows - r >= 4:
+            pv_tile(
+                p + r * p_row,
+                p_row,
+                vc,
+                v_row,
+                tag,
+                ac + r * acc_row,
+                acc_row,
+                correction + 4 * r,
+                num_tokens,
+                4,
+                1,
+                16,
+            )
+            r += 4
+        while r < num_rows:
+            pv_tile(
+                p + r * p_row,
+                p_row,
+                vc,
+                v_row,
+                tag,
+                ac + r * acc_row,
+                acc_row,
+                correction + 4 * r,
+                num_tokens,
+                1,
+                1,
+                16,
+            )
+            r += 1
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _load_query(source, target, count, scale, tag, f32):
+    """Widen one head's query to fp32 and scale it once."""
+    if count < 16:
+        factor4 = splat(scale, 4)
+        for c in range((count + 3) // 4):
+            i = min(c * 4, count - 4)
+            store(target + 4 * i, vmul(load(source + i * tag.itemsize, tag, 4), factor4), f32)
+        return
+    factor = splat(scale, 16)
+    for c in range((count + 15) // 16):
+        i = min(c * 16, count - 16)
+        store(target + 4 * i, vmul(load(source + i * tag.itemsize, tag, 16), factor), f32)
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _store_output(acc, target, head_dim, inverse, tag, f32):
+    """Divide an accumulator by its sum of weights and round it to the output dtype."""
+    if head_dim < 16:
+        factor4 = splat(inverse, 4)
+        for c in range((head_dim + 3) // 4):
+            store(target + min(c * 4, head_dim - 4) * tag.itemsize, vmul(load(acc + c * 16, f32, 4), factor4), tag)
+        return
+    factor = splat(inverse, 16)
+    for c in range((head_dim + 15) // 16):
+        store(target + min(c * 16, head_dim - 16) * tag.itemsize, vmul(load(acc + c * 64, f32, 16), factor), tag)
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _plan_items(cu_seqlens_q, seq_lens_kv, num_kv_heads, queries_per_item, window, num_threads):
+    """List the work items, and cut the list into one range a thread with equal KV tokens to read.
+
+    Returns (row, kv_head, first query) per item and the ranges' bounds (num_threads + 1,).
+    """
+    num_rows = seq_lens_kv.shape[0]
+    num_items = 0
+    for row in range(num_rows):
+        q_len = cu_seqlens_q[row + 1] - cu_seqlens_q[row]
+        num_items += (q_len + queries_per_item - 1) // queries_per_item * num_kv_heads
+    items = np.empty((num_items, 3), np.int64)
+    cost_until = np.empty(num_items + 1, np.int64)
+    cost_until[0] = 0
+    n = 0
+    for row in range(num_rows):
+        q_len = cu_seqlens_q[row + 1] - cu_seqlens_q[row]
+        for kv_head in range(num_kv_heads):
+            for first in range(0, q_len, queries_per_item):
+                last = min(first + queries_per_item, q_len)
+                context = seq_lens_kv[row] - q_len + last
+                if window > 0:
+                    context = min(context, window + last - first)
+                items[n, 0] = row
+                items[n, 1] = kv_head
+                items[n, 2] = first
+                cost_until[n + 1] = cost_until[n] + (last - first + 1) * (context + 16)
+                n += 1
+    bounds = np.empty(num_threads + 1, np.int64)
+    bounds[0] = 0
+    for t in range(1, num_threads):
+        bounds[t] = np.searchsorted(cost_until, cost_until[num_items] * t // num_threads)
+    bounds[num_threads] = num_items
+    return items, bounds
+
+
+@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+def attend(
+    query,
+    query_strides,
+    key_cache,
+    key_strides,
+    value_cache,
+    value_strides,
+    out,
+    out_strides,
+    block_tables,
+    cu_seqlens_q,
+    seq_lens_kv,
+    sinks,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    block_size,
+    queries_per_item,
+    scale,
+    window,
+    softcap,
+    num_threads,
+    q_tag,
+    kv_tag,
+    f32,
+):
+    """Attention of every query over its row's cached tokens, itself included.
+
+    query, out: addresses; strides in bytes (token, head). key_cache, value_cache: addresses; strides in bytes (block, head,
+    inner), inner being one head_dim element of K and one token of V. block_tables (S, B) int32, cu_seqlens_q (S + 1,) int32,
+    seq_lens_kv (S,) int32. window 0 and softcap 0 mean none; sinks (H,) fp32 or empty.
+    """
+    group = num_heads // num_kv_heads
+    items, bounds = _plan_items(cu_seqlens_q, seq_lens_kv, num_kv_heads, queries_per_item, window, num_threads)
+    max_rows = queries_per_item * group
+    acc_width = (head_dim + 15) // 16 * 16
+    for thread in prange(num_threads):
+        q_buf = np.empty((max_rows, head_dim), np.float32)
+        s_buf = np.empty((max_rows, block_size), np.float32)
+        acc_buf = np.empty((max_rows, acc_width), np.float32)
+        l_buf = np.empty((max_rows, 16), np.float32)
+        m = np.empty(max_rows, np.float32)
+        correction = np.empty(max_rows, np.float32)
+        q_addr, s_addr, acc_addr = q_buf.ctypes.data, s_buf.ctypes.data, acc_buf.ctypes.data
+        l_addr, c_addr = l_buf.ctypes.data, correction.ctypes.data
+        q_row, s_row, acc_row = 4 * head_dim, 4 * block_size, 4 * acc_width
+        for item in range(bounds[thread], bounds[thread + 1]):
+            row, kv_head, first = items[item, 0], items[item, 1], items[item, 2]
+            q_start = np.int64(cu_seqlens_q[row])
+            q_len = cu_seqlens_q[row + 1] - q_start
+            num_queries = min(queries_per_item, q_len - first)
+            first_position = seq_lens_kv[row] - q_len + first
+            num_rows = num_queries * group
+            for r in range(num_rows):
+                token, head = q_start + first + r // group, kv_head * group + r % group
+                source = query + token * query_strides[0] + head * query_strides[1]
+                _load_query(source, q_addr + r * q_row, head_dim, scale, q_tag, f32)
+                m[r] = -np.inf
+            acc_buf[:num_rows] = 0
+            l_buf[:num_rows] = 0
+            first_visible = max(0, first_position - window + 1) if window > 0 else 0
+            for tile in range(first_visible // block_size, (first_position + num_queries - 1) // block_size + 1):
+                base = tile * block_size
+                # Rows are query-major, so those that see any token of this tile are one range: queries past its start, and
+                # for a window those it has not left behind.
+                low_query = max(0, base - first_position)
+                high_query = num_queries
+                if window > 0:
+                    high_query = min(num_queries, base + block_size - 1 + window - first_position)
+                r0, r1 = low_query * group, high_query * group
+                block = np.int64(block_tables[row, tile])
+                k = key_cache + block * key_strides[0] + kv_head * key_strides[1]
+                v = value_cache + block * value_strides[0] + kv_head * value_strides[1]
+                _scores(
+                    q_addr + r0 * q_row,
+                    q_row,
+                    k,
+                    key_strides[2],
+                    kv_tag,
+                    s_addr + r0 * s_row,
+                    s_row,
+                    head_dim,
+                    r1 - r0,
+                    block_size,
+                )
+                for r in range(r0, r1):
+                    position = first_position + r // group
+                    high = min(block_size, position - base + 1)
+                    low = max(0, position - window + 1 - base) if window > 0 else 0
+                    if block_size < 16:
+                        m[r], correction[r] = _softmax_row_4(
+                            s_addr + r * s_row, block_size // 4, low, high, softcap, m[r], l_addr + r * 64, f32
+                        )
+                    else:
+                        m[r], correction[r] = _softmax_row_16(
+                            s_addr + r * s_row, block_size // 16, low, high, softcap, m[r], l_addr + r * 64, f32
+                        )
+                # Past the last query's position a slot may be unwritten (and NaN): its weight is 0, but it is not even read.
+                num_tokens = min(block_size, first_position + high_query - base)
+                _weigh(
+                    s_addr + r0 * s_row, s_row, v, value_strides[2], kv_tag, acc_addr + r0 * acc_row, acc_row, c_addr + 4 * r0,
+                    num_tokens, r1 - r0, head_dim,
+                )  # fmt: skip
+            for r in range(num_rows):
+                token, head = q_start + first + r // group, kv_head * group + r % group
+                total = hsum(load(l_addr + r * 64, f32, 16))
+                factor = np.float32(1)
+                if sinks.shape[0] > 0:
+                    # A sink is one more logit with no value: it only adds to the sum of weights.
+                    top = max(m[r], sinks[head])
+                    factor = hmax(vexp(splat(m[r] - top, 4)))
+                    total = total * factor + hmax(vexp(splat(sinks[head] - top, 4)))
+                target = out + token * out_strides[0] + head * out_strides[1]
+                _store_output(acc_addr + r * acc_row, target, head_dim, factor / total, q_tag, f32)
+
+
+@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+def store_kv(
+    key, key_src_strides, value, value_src_strides, key_cache, key_strides, value_cache, value_strides, slot_mapping,
+    num_kv_heads, head_dim, block_size, num_threads, tag,
+):  # fmt: skip
+    """Copy each token's K and V to its slot. Source strides in bytes (token, head); cache strides (block, head, token, dim)."""
+    num_tokens = slot_mapping.shape[0]
+    for thread in prange(num_threads):
+        for t in range(num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads):
+            slot = slot_mapping[t]
+            if slot < 0:
+                continue
+            block, offset = slot // block_size, slot % block_size
+            for h in range(num_kv_heads):
+                k_src = key + t * key_src_strides[0] + h * key_src_strides[1]
+                v_src = value + t * value_src_strides[0] + h * value_src_strides[1]
+                k_dst = key_cache + block * key_strides[0] + h * key_strides[1] + offset * key_strides[2]
+                v_dst = value_cache + block * value_strides[0] + h * value_strides[1] + offset * value_strides[2]
+                for d in range(head_dim):
+                    copy_element(k_dst + d * key_strides[3], k_src + d * tag.itemsize, tag)
+                    copy_element(v_dst + d * value_strides[3], v_src + d * tag.itemsize, tag)

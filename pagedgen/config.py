@@ -1,0 +1,119 @@
+"""Everything a run can be told about model, memory and schedule. Frozen: `resolve()` returns a new, complete one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .errors import UsageError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "reference", "cpu", "gpu")
+SORTS = ("length", "none")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine's settings; None and "auto" mean "choose", and `resolve()` chooses.
+
+    Raises:
+        UsageError: a value is out of its range; the message names the flag, the value and what is allowed.
+    """
+
+    model: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    backend: str = "auto"
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    sort: str = "length"
+    threads: int | None = None
+    seed: int = 0
+    audit: bool = False
+
+    def __post_init__(self) -> None:
+        _choice("--dtype", self.dtype, DTYPES)
+        _choice("--device", self.device, DEVICES)
+        _choice("--backend", self.backend, BACKENDS)
+        _choice("--sort", self.sort, SORTS)
+        size = self.block_size
+        if size is not None and (size < 4 or size > 1024 or size & (size - 1)):
+            raise UsageError(f"--block-size {size} must be a power of two from 4 to 1024")
+        for flag, value in (
+            ("--max-model-len", self.max_model_len),
+            ("--max-num-seqs", self.max_num_seqs),
+            ("--max-num-batched-tokens", self.max_num_batched_tokens),
+            ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes),
+            ("--num-gpu-blocks-override", self.num_gpu_blocks_override),
+            ("--threads", self.threads),
+        ):
+            if value is not None and value < 1:
+                raise UsageError(f"{flag} {value} must be at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise UsageError(f"--gpu-memory-utilization {self.gpu_memory_utilization} must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**64:
+            raise UsageError(f"--seed {self.seed} must be between 0 and 2**64 - 1")
+
+    def resolve(
+        self,
+        *,
+        device: str,
+        dtype: str,
+        max_model_len: int,
+        threads: int,
+    ) -> EngineConfig:
+        """Return a copy with nothing left to choose, given what the device and the model are.
+
+        Raises:
+            UsageError: settings that contradict each other or the model.
+        """
+        if self.max_model_len is not None and self.max_model_len > max_model_len:
+            raise UsageError(
+                f"--max-model-len {self.max_model_len} is more than the {max_model_len} positions the model has; "
+                f"leave it out or give at most {max_model_len}"
+            )
+        on_gpu = device == "cuda"
+        max_num_seqs = self.max_num_seqs or (256 if on_gpu else 128)
+        budget = self.max_num_batched_tokens
+        if budget is None:
+            budget = max(max_num_seqs, 8192 if on_gpu else 1024)
+        elif budget < max_num_seqs:
+            if self.max_num_seqs is not None:
+                raise UsageError(
+                    f"--max-num-batched-tokens {budget} is less than --max-num-seqs {max_num_seqs}: "
+                    "every running row needs one token a step"
+                )
+            max_num_seqs = budget
+        backend = self.backend
+        if backend == "auto":
+            backend = "gpu" if on_gpu else "cpu"
+        if (backend == "gpu") != on_gpu and backend != "reference":
+            raise UsageError(f"--backend {backend} can't run on --device {device}")
+        return replace(
+            self,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+            block_size=self.block_size or (16 if on_gpu else 32),
+            max_model_len=self.max_model_len or max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            threads=threads,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{flag} {value} is not one of {', '.join(allowed)}")

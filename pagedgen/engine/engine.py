@@ -1,0 +1,225 @@
+"""The loop: schedule → run → postprocess, until every row has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from ..errors import RowError
+from ..model import loader
+from ..request import Request, Sequence
+from ..sampling.sampler import Sampler
+from ..sampling.stops import StopChecker
+from ..stats import RunStats
+from ..threads import set_threads
+from . import memory
+from .batch import BlockTableArray, PackedBatch, build_batch
+from .block_manager import BlockManager
+from .model_runner import ModelRunner
+from .opened import OpenedModel
+from .planner import Plan, plan_job
+from .scheduler import ScheduledStep, Scheduler
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What progress shows after a step."""
+
+    num_finished: int
+    generated_tokens: int
+    used_blocks: int
+    total_blocks: int
+
+
+class Engine:
+    """A loaded model that answers requests. Knows token ids and lengths; reading, rendering and writing are others' work."""
+
+    def __init__(self, opened: OpenedModel, stats: RunStats | None = None):
+        """Load the weights and run the largest batch once, to learn what memory it takes.
+
+        Raises:
+            ModelError: the weights can't be used.
+        """
+        self.opened = opened
+        self.stats = stats or RunStats()
+        config, spec = opened.config, opened.spec
+        assert config.block_size and config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+        self._max_num_seqs, self._max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        assert config.threads
+        set_threads(config.threads, config.backend)
+        with self.stats.timed("load"):
+            model, row_buckets = loader.load_model(
+                opened.files,
+                opened.hf_config,
+                spec.dtype,
+                config.device,
+                row_invariant=config.device == "cpu",
+            )
+        self._runner = ModelRunner(
+            model,
+            spec,
+            device=config.device,
+            backend=config.backend,
+            block_size=config.block_size,
+            row_buckets=row_buckets,
+        )
+        with self.stats.timed("warm_up"):
+            self._activation_peak_bytes = self._runner.warm_up(
+                max_num_batched_tokens=self._max_num_batched_tokens,
+                max_num_seqs=self._max_num_seqs,
+                max_model_len=config.max_model_len,
+            )
+        self._sampler = Sampler(opened.num_token_ids)
+
+    def plan(self, requests: list[Request], num_row_errors: int = 0) -> Plan:
+        """Plan the requests on what memory is free now.
+
+        Raises:
+            MemoryPlanError: not even one row fits.
+        """
+        config = self.opened.config
+        assert config.block_size and config.max_model_len
+        device = memory.device_memory(config.device)
+        available = config.kv_cache_memory_bytes
+        if available is None:
+            available = memory.available_kv_bytes(
+                device,
+                utilization=config.gpu_memory_utilization,
+                own_bytes=_own_bytes(config.device),
+                pending_bytes=self._activation_peak_bytes,
+            )
+        return plan_job(
+            self.opened.spec,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            prompt_lens=np.array([r.num_prompt_tokens for r in requests], dtype=np.int64),
+            max_tokens=np.array([r.max_tokens for r in requests], dtype=np.int64),
+            num_row_errors=num_row_errors,
+            device_total_bytes=device.total_bytes,
+            device_free_bytes=device.free_bytes,
+            activation_peak_bytes=self._activation_peak_bytes,
+            available_kv_bytes=available,
+            num_gpu_blocks_override=config.num_gpu_blocks_override,
+        )
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        plan: Plan,
+        *,
+        on_finished: Callable[[Sequence], None],
+        on_error: Callable[[Request, RowError], None],
+        on_step: Callable[[StepReport], None] = lambda report: None,
+        detokenize: bool = True,
+    ) -> None:
+        """Answer every request; each one ends in exactly one call of `on_finished` or `on_error`."""
+        config, stats = self.opened.config, self.stats
+        assert config.block_size
+        num_blocks = config.num_gpu_blocks_override or plan.num_blocks
+        blocks = BlockManager(num_blocks, config.block_size)
+        scheduler = Scheduler(
+            blocks, max_num_seqs=self._max_num_seqs, max_num_batched_tokens=self._max_num_batched_tokens
+        )
+        for request in self._in_order(requests):
+            needed = blocks.blocks_for(request.max_kv_tokens)
+            if needed > num_blocks:
+                on_error(request, _too_large(request, needed, num_blocks, config.block_size))
+            else:
+                scheduler.add(Sequence(request))
+        tables = BlockTableArray(self._max_num_seqs)
+        stops = StopChecker(self.opened.tokenizer if detokenize else None)
+        stats.blocks.total, stats.blocks.block_size = num_blocks, config.block_size
+        self._runner.allocate_cache(num_blocks)
+
+        finished = 0
+        start = perf_counter()
+        stats.startup_s = start - stats.started
+        while scheduler.has_unfinished:
+            with stats.timed("schedule"):
+                step = scheduler.schedule()
+                tables.update(scheduler.running)
+                batch = build_batch(step, tables, config.block_size)
+            ended = self._run_step(step, batch, tables, stops)
+            stats.blocks.record(
+                stats.num_steps,
+                used=blocks.num_used_blocks,
+                slots=sum(s.num_computed_tokens for s in scheduler.running),
+                tables=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+            )
+            stats.num_steps += 1
+            for sequence in ended:
+                scheduler.finish(sequence)
+                finished += 1
+                on_finished(sequence)
+            if config.audit:
+                blocks.audit(scheduler.running)
+            on_step(StepReport(finished, stats.generated_tokens, blocks.num_used_blocks, num_blocks))
+        assert blocks.num_used_blocks == 0, f"{blocks.num_used_blocks} blocks leaked"
+        stats.generate_s += perf_counter() - start
+        stats.preemptions += scheduler.num_preemptions
+        stats.recomputed_tokens += scheduler.num_recomputed_tokens
+        stats.peak_memory_bytes = _peak_bytes(config.device)
+
+    def _in_order(self, requests: Iterable[Request]) -> list[Request]:
+        """Longest expected rows first, so that short ones fill the tail; ties and `--sort none` keep the input order."""
+        ordered = list(requests)
+        if self.opened.config.sort == "length":
+            ordered.sort(key=lambda r: -(r.num_prompt_tokens + r.max_tokens))
+        return ordered
+
+    def _run_step(
+        self, step: ScheduledStep, batch: PackedBatch, tables: BlockTableArray, stops: StopChecker
+    ) -> list[Sequence]:
+        """Run one batch and give each sampled row its token; return the rows that ended."""
+        stats = self.stats
+        begin = perf_counter()
+        logits = self._runner.run(batch, tables)
+        ran = perf_counter()
+        # A mixed step's time is shared by tokens: prefill and decode rows run in the same GEMMs.
+        share = step.num_decodes / batch.num_tokens
+        stats.add_time("decode", (ran - begin) * share)
+        stats.add_time("prefill", (ran - begin) * (1 - share))
+        for sequence, count in zip(step.sequences, step.num_scheduled_tokens, strict=True):
+            sequence.num_computed_tokens += count
+        stats.computed_tokens += batch.num_tokens
+        sampled = [step.sequences[i] for i in batch.sample_rows]
+        ended = []
+        if sampled:
+            for sequence, token in zip(sampled, self._sampler(logits, sampled), strict=True):
+                sequence.token_ids.append(token)
+                stats.generated_tokens += 1
+                if stops.check(sequence):
+                    ended.append(sequence)
+        stats.add_time("sample", perf_counter() - ran)
+        return ended
+
+
+def _too_large(request: Request, needed: int, num_blocks: int, block_size: int) -> RowError:
+    return RowError(
+        "kv_pool_too_small",
+        f"the row needs {needed} blocks of {block_size} tokens ({request.num_prompt_tokens} prompt tokens, up to "
+        f"{request.max_tokens} generated), the pool has {num_blocks}",
+    )
+
+
+def _own_bytes(device: str) -> int:
+    """Return the memory this process holds on a device now."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.memory_reserved()
+    return memory.resident_bytes()
+
+
+def _peak_bytes(device: str) -> int:
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    return memory.peak_resident_bytes()

@@ -1,0 +1,173 @@
+"""Runs one packed batch through the model: tensors to the device, paged attention in every layer, logits of the needed rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..kernels.api import load_backend
+from ..model.attention import AttentionStep
+from ..model.linear import MeasuredBuckets, split_rows
+from ..model.spec import ModelSpec
+from . import memory
+from .batch import BlockTableArray, PackedBatch, build_batch
+from .kv_cache import KVCache
+from .scheduler import ScheduledStep
+
+
+class ModelRunner:
+    """A loaded model and, once attached, its KV pool. Knows nothing of requests or scheduling."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        spec: ModelSpec,
+        *,
+        device: str,
+        backend: str,
+        block_size: int,
+        row_buckets: MeasuredBuckets,
+    ):
+        self._model = model
+        self._spec = spec
+        self._device = torch.device(device)
+        self._backend = load_backend(backend)
+        self._block_size = block_size
+        self._row_buckets = row_buckets
+        self._common_buckets: tuple[int, ...] = ()
+        self._cache: KVCache | None = None
+        self._device_tables: torch.Tensor | None = None
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Allocate the KV pool."""
+        spec = self._spec
+        self._cache = None  # the old pool goes before the new one comes
+        self._cache = KVCache(
+            num_blocks=num_blocks,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            block_size=self._block_size,
+            head_dim=spec.head_dim,
+            dtype=getattr(torch, spec.dtype),
+            device=str(self._device),
+            key_transposed=self._backend.KEY_TRANSPOSED,
+        )
+
+    def run(self, batch: PackedBatch, tables: BlockTableArray | None = None) -> torch.Tensor:
+        """Run a batch; return the logits (num_sampled, vocab) of `batch.sample_positions`, in the model's dtype.
+
+        `tables` is the persistent array that `batch.block_tables` was taken from; on a GPU its mirror is brought up to date
+        and gathered there instead of copying every row's table.
+        """
+        assert self._cache is not None, "no KV pool allocated"
+        live = batch.num_tokens
+        padded = self._padded_rows(live)
+        ids = np.zeros(padded, dtype=np.int64)
+        positions = np.zeros(padded, dtype=np.int64)
+        ids[:live], positions[:live] = batch.input_ids, batch.positions
+        decodes = batch.num_decodes
+        block_tables = self._block_tables(batch, tables)
+        seq_lens = self._to_device(batch.seq_lens_kv)
+        cu_seqlens = batch.cu_seqlens_q[decodes:] - batch.cu_seqlens_q[decodes]
+        step = AttentionStep(
+            backend=self._backend,
+            cache_layers=self._cache.layers,
+            num_tokens=live,
+            num_decodes=decodes,
+            slot_mapping=self._to_device(batch.slot_mapping),
+            decode_block_tables=block_tables[:decodes],
+            decode_seq_lens=seq_lens[:decodes],
+            prefill_block_tables=block_tables[decodes:],
+            prefill_cu_seqlens_q=self._to_device(cu_seqlens),
+            prefill_seq_lens=seq_lens[decodes:],
+            max_seqlen_q=int(np.diff(cu_seqlens).max(initial=0)),
+        )
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=self._to_device(ids)[None],
+                position_ids=self._to_device(positions)[None],
+                use_cache=False,
+                logits_to_keep=self._to_device(batch.sample_positions),
+                paged_step=step,
+            )
+        return output.logits[0]
+
+    def warm_up(self, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int:
+        """Run the largest batch once, in a pool of its own; return the peak of memory it took beyond what is held, in bytes.
+
+        Also compiles the kernels and measures the GEMMs' row buckets.
+        """
+        rows = min(max_num_seqs, max_num_batched_tokens)
+        lengths = [min(len(part), max_model_len) for part in np.array_split(np.arange(max_num_batched_tokens), rows)]
+        blocks_per_row = [-(-n // self._block_size) for n in lengths]
+        self.allocate_cache(sum(blocks_per_row))
+        batch = _dummy_batch(lengths, blocks_per_row, self._block_size)
+        on_gpu = self._device.type == "cuda"
+        self.run(batch)  # compiles and measures; those costs are not the step's
+        self._common_buckets = self._find_common_buckets()
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        else:
+            before = memory.resident_bytes()
+            memory.reset_peak()
+        logits = self.run(batch)
+        torch.softmax(logits.float(), dim=-1)  # the sampler's share
+        if on_gpu:
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        else:
+            peak = memory.peak_resident_bytes() - before
+        del logits
+        self._cache = None
+        if on_gpu:
+            torch.cuda.empty_cache()
+        return max(0, peak)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cache.nbytes if self._cache is not None else 0
+
+    def _padded_rows(self, num_tokens: int) -> int:
+        """Return the rows to run so that every GEMM of the step hits an agreeing row bucket without copying."""
+        if not self._common_buckets:
+            return num_tokens
+        return sum(split_rows(num_tokens, self._common_buckets))
+
+    def _find_common_buckets(self) -> tuple[int, ...]:
+        measured = [set(b) for b in self._row_buckets.values() if b]
+        return tuple(sorted(set.intersection(*measured))) if measured else ()
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cuda":
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor
+
+    def _block_tables(self, batch: PackedBatch, tables: BlockTableArray | None) -> torch.Tensor:
+        if tables is None or self._device.type != "cuda":
+            return self._to_device(batch.block_tables)
+        changed = tables.take_changed_rows()
+        if self._device_tables is None or self._device_tables.shape != tables.array.shape:
+            self._device_tables = self._to_device(tables.array)
+        elif len(changed):
+            self._device_tables[self._to_device(changed)] = self._to_device(tables.array[changed])
+        rows = self._device_tables.index_select(0, self._to_device(batch.table_rows))
+        return rows[:, : batch.block_tables.shape[1]]
+
+
+def _dummy_batch(lengths: list[int], blocks_per_row: list[int], block_size: int) -> PackedBatch:
+    """Return a batch of whole prompts of the given lengths, all of token 0."""
+    from ..request import Request, Sequence
+    from ..sampling_params import SamplingParams
+
+    sequences, next_block = [], 0
+    for row, (length, blocks) in enumerate(zip(lengths, blocks_per_row, strict=True)):
+        sequence = Sequence(Request(row, [0] * length, SamplingParams(), 1, frozenset(), 0))
+        sequence.block_table = list(range(next_block, next_block + blocks))
+        next_block += blocks
+        sequences.append(sequence)
+    tables = BlockTableArray(len(sequences))
+    tables.update(sequences)
+    return build_batch(ScheduledStep(sequences, lengths, 0), tables, block_size)

@@ -1,0 +1,99 @@
+"""A model opened for planning: its files, tokenizer, shapes and the resolved settings; everything but the weights."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import EngineConfig
+from ..errors import RowError, UsageError
+from ..model import loader
+from ..model.spec import ModelSpec
+from ..request import Request
+from ..sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """What is known of a model and a device before weights load."""
+
+    config: EngineConfig  # resolved
+    files: loader.ModelFiles
+    hf_config: Any
+    tokenizer: Any
+    spec: ModelSpec
+
+    @property
+    def num_token_ids(self) -> int:
+        """Ids below this can be chosen: the embedding may be padded past the last token the tokenizer knows."""
+        return min(self.spec.vocab_size, max(self.tokenizer.get_vocab().values(), default=self.spec.vocab_size - 1) + 1)
+
+    def make_request(self, row_index: int, prompt_token_ids: list[int], params: SamplingParams) -> Request:
+        """Return the engine's request for one prompt.
+
+        Raises:
+            RowError: the prompt leaves no room, or the parameters don't fit the model.
+        """
+        assert self.config.max_model_len is not None
+        room = self.config.max_model_len - len(prompt_token_ids)
+        if room < 1:
+            raise RowError(
+                "prompt_too_long",
+                f"the prompt has {len(prompt_token_ids)} tokens; max_model_len {self.config.max_model_len} leaves no room",
+            )
+        outside = [t for t in params.stop_token_ids if t >= self.spec.vocab_size]
+        if outside:
+            raise RowError(
+                "bad_sampling_params",
+                f"stop_token_ids {outside} are outside the vocabulary of {self.spec.vocab_size}",
+            )
+        return Request(
+            row_index=row_index,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            max_tokens=min(params.max_tokens, room),
+            eos_token_ids=frozenset() if params.ignore_eos else frozenset(self.spec.eos_token_ids),
+            seed=self.config.seed if params.seed is None else params.seed,
+        )
+
+
+def open_model(config: EngineConfig, *, planning: bool = False, chat_template: str | None = None) -> OpenedModel:
+    """Open a model without its weights and resolve the settings for it.
+
+    `planning` allows a device that isn't here.
+
+    Raises:
+        ModelError: no such model, or one that can't run; UsageError: settings that contradict it.
+    """
+    device = _choose_device(config.device, planning)
+    files = loader.locate(
+        config.model,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
+    )
+    hf_config = loader.load_config(files)
+    dtype = loader.best_dtype(device, hf_config) if config.dtype == "auto" else config.dtype
+    tokenizer = loader.load_tokenizer(files)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    spec = loader.inspect_model(files, hf_config, dtype, loader.load_eos_token_ids(files, hf_config, tokenizer))
+    resolved = config.resolve(
+        device=device,
+        dtype=dtype,
+        max_model_len=spec.max_model_len,
+        threads=config.threads or len(os.sched_getaffinity(0)),
+    )
+    return OpenedModel(resolved, files, hf_config, tokenizer, spec)
+
+
+def _choose_device(device: str, planning: bool) -> str:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if device == "auto":
+        return "cuda" if has_gpu else "cpu"
+    if device == "cuda" and not has_gpu and not planning:
+        raise UsageError("--device cuda: this machine has no usable CUDA device")
+    return device

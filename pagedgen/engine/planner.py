@@ -1,0 +1,140 @@
+"""What a job needs and what fits, in numbers, before it runs. Pure arithmetic over lengths and sizes: no torch, no device."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import MemoryPlanError
+from ..model.spec import DTYPE_BYTES, ModelSpec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One job on one device. Rows that can't run (too long, or larger than the pool) are in no other number."""
+
+    weights_bytes: int
+    activation_peak_bytes: int
+    bytes_per_token: int
+    bytes_per_block: int
+    block_size: int
+    device_total_bytes: int
+    device_free_bytes: int
+    available_kv_bytes: int
+    max_block_num: int
+    num_rows: int
+    num_row_errors: int  # rows that have no usable prompt
+    num_too_long: int  # prompts that leave no room within max_model_len
+    num_too_large: int  # rows that need more blocks than the pool has
+    prompt_tokens: int
+    max_new_tokens: int
+    padded_tokens: int
+    padding_saved: float
+    peak_blocks_needed: int
+    max_concurrent_rows: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks to allocate: what fits, but no more than the job can ever use at once."""
+        return min(self.max_block_num, max(self.peak_blocks_needed, 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def estimate_activation_bytes(spec: ModelSpec, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Estimate the memory of the largest step besides weights and pool; `run` measures it instead.
+
+    Per token the widest moment of a layer: residual and its norm, q/k/v and the attention output, or gate, up and their
+    product. Per sampled row: logits in the model's dtype and twice in fp32 (scaled, probabilities).
+    """
+    width = DTYPE_BYTES[spec.dtype]
+    attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    per_token = (4 * spec.hidden_size + max(attention, 3 * spec.intermediate_size)) * width
+    per_row = spec.vocab_size * (width + 2 * 4)
+    return max_num_batched_tokens * per_token + max_num_seqs * per_row
+
+
+def padded_tokens(lengths: np.ndarray, batch_rows: int) -> int:
+    """Return the tokens that batches of `batch_rows` rows in the given order compute when padded to their longest row."""
+    total = 0
+    for start in range(0, len(lengths), batch_rows):
+        batch = lengths[start : start + batch_rows]
+        total += int(batch.max()) * len(batch)
+    return total
+
+
+def plan_job(
+    spec: ModelSpec,
+    *,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    prompt_lens: np.ndarray,
+    max_tokens: np.ndarray,
+    num_row_errors: int,
+    device_total_bytes: int,
+    device_free_bytes: int,
+    activation_peak_bytes: int,
+    available_kv_bytes: int,
+    num_gpu_blocks_override: int | None = None,
+) -> Plan:
+    """Plan a job from its rows' lengths.
+
+    prompt_lens, max_tokens: (num_rows,) tokens of each row with a usable prompt, and how many it may generate.
+
+    Raises:
+        MemoryPlanError: the pool can't hold even the shortest row; the message has every number.
+    """
+    bytes_per_block = spec.bytes_per_block(block_size)
+    max_block_num = num_gpu_blocks_override or max(0, available_kv_bytes // bytes_per_block)
+    too_long = prompt_lens >= max_model_len
+    # The last generated token is never fed back, so it needs no slot.
+    kv_tokens = prompt_lens + np.maximum(np.minimum(max_tokens, max_model_len - prompt_lens) - 1, 0)
+    blocks = -(-kv_tokens // block_size)
+    too_large = ~too_long & (blocks > max_block_num)
+    runs = ~too_long & ~too_large
+    if max_block_num == 0 or (bool((~too_long).any()) and not runs.any()):
+        smallest = int(blocks[~too_long].min()) if (~too_long).any() else 1
+        raise MemoryPlanError(
+            f"the KV pool can't hold one row: the shortest needs {smallest} blocks of {bytes_per_block:,} bytes "
+            f"({block_size} tokens), {max_block_num} fit into {max(available_kv_bytes, 0):,} bytes "
+            f"(device {device_total_bytes:,}, free {device_free_bytes:,}, weights {spec.weights_bytes:,}, "
+            f"activations {activation_peak_bytes:,}); use a smaller --max-tokens, --max-num-batched-tokens or --block-size, "
+            "or a device with more memory"
+        )
+    lens, needs = prompt_lens[runs], blocks[runs]
+    prompt_tokens = int(lens.sum())
+    padded = padded_tokens(lens, max_num_seqs)
+    peak = int(np.sort(needs)[::-1][:max_num_seqs].sum())
+    mean_blocks = float(needs.mean()) if len(needs) else 1.0
+    return Plan(
+        weights_bytes=spec.weights_bytes,
+        activation_peak_bytes=activation_peak_bytes,
+        bytes_per_token=spec.bytes_per_token,
+        bytes_per_block=bytes_per_block,
+        block_size=block_size,
+        device_total_bytes=device_total_bytes,
+        device_free_bytes=device_free_bytes,
+        available_kv_bytes=available_kv_bytes,
+        max_block_num=int(max_block_num),
+        num_rows=len(prompt_lens) + num_row_errors,
+        num_row_errors=num_row_errors,
+        num_too_long=int(too_long.sum()),
+        num_too_large=int(too_large.sum()),
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=int(np.minimum(max_tokens, max_model_len - prompt_lens)[runs].sum()),
+        padded_tokens=padded,
+        padding_saved=1 - prompt_tokens / padded if padded else 0.0,
+        peak_blocks_needed=peak,
+        max_concurrent_rows=int(min(len(needs), max_num_seqs, max_block_num / mean_blocks)),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )

@@ -1,0 +1,354 @@
+"""One job from files to file: the CLI's one entry. Reads, renders, tokenizes, plans, generates, writes, counts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+
+from . import threads
+from .config import EngineConfig
+from .errors import InputError, OutputError, RowError, UsageError
+from .request import Request, Sequence
+from .rows.readers import PARQUET_SUFFIXES, Row, column_names, expand_inputs, parquet_schema, read_rows
+from .rows.schema import OutputSchema, Result
+from .rows.writer import atomic_file, check_output, write_results
+from .sampling_params import SamplingParams
+from .stats import RunStats
+
+SAMPLING_COLUMN = "sampling_params"
+_GROUP_ROWS = 256  # rows tokenized at once
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """What to read, what to ask, where to write."""
+
+    inputs: list[str]
+    engine: EngineConfig
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    output: str | None = None  # None only for a plan
+    stats: str | None = None
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    id_column: str | None = None
+    limit: int | None = None
+    chat_template: str | None = None
+    token_ids: bool = False
+    overwrite: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        return asdict(self)
+
+
+class Progress(Protocol):
+    """What a job tells while it runs; the CLI shows it."""
+
+    def phase(self, text: str) -> None:
+        """A new phase has begun."""
+
+    def rows(self, total: int) -> None:
+        """Generation of so many rows begins."""
+
+    def step(self, report: Any) -> None:
+        """A step has ended (`engine.engine.StepReport`)."""
+
+    def note(self, text: str) -> None:
+        """Something the user should know that is no error."""
+
+
+@dataclass
+class JobReport:
+    """What a finished job hands back."""
+
+    stats: dict[str, Any]
+    output: str
+    stats_path: str | None
+    num_rows: int
+    num_errors: int
+
+
+@dataclass
+class PlanReport:
+    """What `plan` hands back: the plan's numbers and what they were made from."""
+
+    plan: dict[str, Any]
+    model: dict[str, Any]
+    config: dict[str, Any]
+    memory_source: str
+    files: list[str]
+
+
+@dataclass
+class _Prompts:
+    """All rows of a job: each has a request or an error."""
+
+    rows: list[Row]
+    ids: list[Any]
+    requests: list[Request]
+    results: dict[int, Result]  # rows that ended without the engine
+
+
+def run_job(config: JobConfig, progress: Progress) -> JobReport:
+    """Run one job: every row of the input is in the output once, in order.
+
+    Raises:
+        UsageError: before weights load, when the job can't be run at all.
+        OutputError: the output or its statistics can't be written.
+    """
+    assert config.output is not None
+    stats = RunStats()
+    files = expand_inputs(config.inputs)
+    output_format = check_output(config.output, overwrite=config.overwrite, inputs=files)
+    stats_path = _stats_path(config)
+    progress.phase("opening the model")
+    threads.prepare()
+    from .engine.opened import open_model
+
+    with stats.timed("open"):
+        opened = open_model(config.engine, chat_template=config.chat_template)
+    if not opened.spec.eos_token_ids and not config.sampling.ignore_eos:
+        progress.note("the model names no EOS token: rows end only by length or by --stop")
+    prompts = _read_prompts(config, files, opened, stats, progress)
+
+    progress.phase(f"loading {config.engine.model} ({opened.spec.dtype}, {opened.config.device})")
+    from .engine.engine import Engine
+
+    engine = Engine(opened, stats)
+    plan = engine.plan(prompts.requests, num_row_errors=len(prompts.results))
+    by_index = {row.index: row for row in prompts.rows}
+    results = prompts.results
+
+    def on_finished(sequence: Sequence) -> None:
+        request = sequence.request
+        results[request.row_index] = _result(
+            by_index[request.row_index],
+            prompts.ids[request.row_index],
+            response=sequence.text,
+            token_ids=sequence.generated_token_ids,
+            finish_reason=sequence.finish_reason or "length",
+            stop_reason=sequence.stop_reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_generated_tokens=sequence.num_generated_tokens,
+            seed=request.seed,
+        )
+
+    def on_error(request: Request, error: RowError) -> None:
+        results[request.row_index] = _error_result(
+            by_index[request.row_index], prompts.ids[request.row_index], error, request.num_prompt_tokens
+        )
+
+    progress.rows(len(prompts.requests))
+    engine.generate(prompts.requests, plan, on_finished=on_finished, on_error=on_error, on_step=progress.step)
+
+    progress.phase("writing")
+    ordered = [results[row.index] for row in prompts.rows]
+    assert len(ordered) == len(results) == len(prompts.rows), "rows read and rows answered differ"
+    with stats.timed("write"):
+        _write(config, output_format, files, prompts.rows, ordered)
+    document = _count(stats, ordered, engine, plan, config)
+    if stats_path is not None:
+        with atomic_file(Path(stats_path)) as file:
+            file.write(json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n")
+    return JobReport(document, config.output, stats_path, len(ordered), stats.rows["error"])
+
+
+def plan_only(config: JobConfig, progress: Progress, device_memory_bytes: int | None = None) -> PlanReport:
+    """Plan a job from config and tokenizer alone; no weights are loaded.
+
+    Raises:
+        UsageError: as `run_job`, and when the pool can't hold one row.
+    """
+    from .engine import memory
+    from .engine.opened import open_model
+    from .engine.planner import estimate_activation_bytes, plan_job
+
+    stats = RunStats()
+    files = expand_inputs(config.inputs)
+    progress.phase("opening the model")
+    opened = open_model(config.engine, planning=device_memory_bytes is not None, chat_template=config.chat_template)
+    prompts = _read_prompts(config, files, opened, stats, progress)
+    resolved = opened.config
+    assert resolved.block_size and resolved.max_model_len and resolved.max_num_seqs and resolved.max_num_batched_tokens
+    activation = estimate_activation_bytes(
+        opened.spec, max_num_batched_tokens=resolved.max_num_batched_tokens, max_num_seqs=resolved.max_num_seqs
+    )
+    if device_memory_bytes is not None:
+        device = memory.DeviceMemory(device_memory_bytes, device_memory_bytes, "given")
+    else:
+        device = memory.device_memory(resolved.device)
+    available = resolved.kv_cache_memory_bytes
+    if available is None:
+        available = memory.available_kv_bytes(
+            device,
+            utilization=resolved.gpu_memory_utilization,
+            own_bytes=0,
+            pending_bytes=opened.spec.weights_bytes + activation,
+        )
+    too_long = sum(r.error_code == "prompt_too_long" for r in prompts.results.values())
+    lens = [r.num_prompt_tokens for r in prompts.requests] + [resolved.max_model_len] * too_long
+    plan = plan_job(
+        opened.spec,
+        block_size=resolved.block_size,
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        prompt_lens=np.array(lens, dtype=np.int64),
+        max_tokens=np.array([r.max_tokens for r in prompts.requests] + [0] * too_long, dtype=np.int64),
+        num_row_errors=len(prompts.results) - too_long,
+        device_total_bytes=device.total_bytes,
+        device_free_bytes=device.free_bytes,
+        activation_peak_bytes=activation,
+        available_kv_bytes=available,
+        num_gpu_blocks_override=resolved.num_gpu_blocks_override,
+    )
+    return PlanReport(
+        plan.to_dict(), opened.spec.to_dict(), resolved.to_dict(), device.source, [str(f) for f in files]
+    )
+
+
+def _stats_path(config: JobConfig) -> str | None:
+    """Return where statistics go: `--stats`, else beside the output; checked like the output, before any work."""
+    assert config.output is not None
+    path = config.stats or (None if config.output == "-" else f"{config.output}.stats.json")
+    if path is not None:
+        directory = Path(path).parent
+        if not directory.is_dir():
+            raise OutputError(f"can't write {path}: no such directory {directory}")
+    return path
+
+
+def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunStats, progress: Progress) -> _Prompts:
+    """Read, render and tokenize every row.
+
+    Raises:
+        InputError: no rows, or no usable column.
+    """
+    from .prompts.render import PromptRenderer, Rendered
+    from .prompts.tokenize import PromptTokenizer
+
+    renderer = PromptRenderer(
+        opened.tokenizer, prompt_column=config.prompt_column, messages_column=config.messages_column
+    )
+    tokenizer = PromptTokenizer(opened.tokenizer, opened.spec.vocab_size)
+    progress.phase("reading prompts")
+    with stats.timed("read"):
+        rows = list(read_rows(files, config.limit))
+    if not rows:
+        raise InputError(f"the input has no rows: {', '.join(map(str, files))}")
+    names = column_names(files, rows)
+    renderer.check_columns(names, has_rows=any(row.error is None for row in rows))
+    if config.id_column is not None and config.id_column not in names:
+        raise InputError(f"--id-column {config.id_column}: no such column; found {', '.join(names) or 'none'}")
+    id_column = config.id_column or ("id" if "id" in names else None)
+    ids = [row.values.get(id_column) if id_column else row.index for row in rows]
+
+    prompts = _Prompts(rows, ids, [], {})
+    progress.phase(f"tokenizing {len(rows):,} prompts")
+    start = perf_counter()
+    for first in range(0, len(rows), _GROUP_ROWS):
+        group: list[tuple[Row, Rendered, SamplingParams]] = []
+        for row in rows[first : first + _GROUP_ROWS]:
+            try:
+                if row.error is not None:
+                    raise row.error
+                params = _row_params(config.sampling, row)
+                group.append((row, renderer.render(row.values), params))
+            except RowError as error:
+                prompts.results[row.index] = _error_result(row, ids[row.index], error)
+        for (row, _, params), token_ids in zip(group, tokenizer.tokenize([g[1] for g in group]), strict=True):
+            try:
+                if isinstance(token_ids, RowError):
+                    raise token_ids
+                request = opened.make_request(row.index, token_ids, params)
+            except RowError as error:
+                length = None if isinstance(token_ids, RowError) else len(token_ids)
+                prompts.results[row.index] = _error_result(row, ids[row.index], error, length)
+                continue
+            if request.max_tokens == 0:
+                prompts.results[row.index] = _result(
+                    row,
+                    ids[row.index],
+                    response="",
+                    token_ids=[],
+                    finish_reason="length",
+                    num_prompt_tokens=len(token_ids),
+                    seed=request.seed,
+                )
+            else:
+                prompts.requests.append(request)
+    stats.add_time("tokenize", perf_counter() - start)
+    if tokenizer.num_bos_kept:
+        progress.note(f"{tokenizer.num_bos_kept} prompts begin with the BOS text themselves; no second one was added")
+    return prompts
+
+
+def _row_params(sampling: SamplingParams, row: Row) -> SamplingParams:
+    try:
+        return sampling.override(row.values.get(SAMPLING_COLUMN))
+    except ValueError as error:
+        raise RowError("bad_sampling_params", str(error)) from error
+
+
+def _result(row: Row, row_id: Any, **fields: Any) -> Result:
+    return Result(row_index=row.index, row_id=row_id, values=row.values, **fields)
+
+
+def _error_result(row: Row, row_id: Any, error: RowError, num_prompt_tokens: int | None = None) -> Result:
+    return _result(
+        row,
+        row_id,
+        finish_reason="error",
+        error_code=error.code,
+        error=error.message,
+        num_prompt_tokens=num_prompt_tokens,
+    )
+
+
+def _write(config: JobConfig, output_format: str, files: list[Path], rows: list[Row], results: list[Result]) -> None:
+    assert config.output is not None
+    names = column_names(files, rows)
+    id_column = config.id_column or ("id" if "id" in names else None)
+    schema = OutputSchema(tuple(n for n in names if n != "id" or id_column != "id"), config.token_ids)
+    parquet = [f for f in files if f.suffix in PARQUET_SUFFIXES]
+    input_types: dict[str, Any] = {}
+    if parquet and len(parquet) == len(files):
+        input_types = {f.name: f.type for f in parquet_schema(parquet)}
+    write_results(
+        config.output, output_format, results, schema, input_types=input_types, id_column=id_column
+    )
+
+
+def _count(stats: RunStats, results: list[Result], engine: Any, plan: Any, config: JobConfig) -> dict[str, Any]:
+    """Fill in what is known only at the end and return the document of `stats.json`."""
+    from .engine.planner import padded_tokens
+
+    for result in results:
+        stats.rows[result.finish_reason] += 1
+        if result.error_code is not None:
+            stats.row_errors[result.error_code] += 1
+    answered = [r for r in results if r.finish_reason != "error" and r.num_generated_tokens]
+    stats.prompt_tokens = sum(r.num_prompt_tokens or 0 for r in answered)
+    lengths = np.array([(r.num_prompt_tokens or 0) + r.num_generated_tokens for r in answered], dtype=np.int64)
+    stats.padded_tokens = padded_tokens(lengths, engine.opened.config.max_num_seqs)
+    document = stats.to_dict({**config.to_dict(), "engine": engine.opened.config.to_dict()})
+    document["plan"] = plan.to_dict()
+    document["model"] = engine.opened.spec.to_dict()
+    return document
+
+
+def error_rate_exceeded(report: JobReport, max_error_rate: float) -> bool:
+    """Return True when more of the rows failed than the user allows.
+
+    Raises:
+        UsageError: the rate is no share.
+    """
+    if not 0 <= max_error_rate <= 1:
+        raise UsageError(f"--max-error-rate {max_error_rate} must be between 0 and 1")
+    return report.num_errors > max_error_rate * report.num_rows

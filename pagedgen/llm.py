@@ -1,0 +1,152 @@
+"""The library: `LLM.generate` and `LLM.chat`, in the shapes vLLM's users know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import threads
+from .config import EngineConfig
+from .errors import RowError, UsageError
+from .request import CompletionOutput, Request, RequestOutput
+from .request import Sequence as SequenceInFlight
+from .sampling_params import SamplingParams
+from .stats import RunStats
+
+Prompt = str | Mapping[str, Any]
+
+
+class LLM:
+    """A model kept loaded between calls.
+
+    Keyword arguments are those of `config.EngineConfig` (`dtype`, `max_model_len`, `block_size`, `seed` …).
+
+    Raises:
+        UsageError: unknown settings, or a model that can't run; before weights load.
+    """
+
+    def __init__(self, model: str, **settings: Any):
+        try:
+            config = EngineConfig(model=model, **settings)
+        except TypeError as error:
+            raise UsageError(str(error).replace("EngineConfig.__init__()", "LLM()")) from error
+        threads.prepare()
+        from .engine.engine import Engine
+        from .engine.opened import open_model
+
+        self._engine = Engine(open_model(config))
+        self.stats = self._engine.stats
+
+    def get_tokenizer(self) -> Any:
+        """Return the transformers tokenizer."""
+        return self._engine.opened.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt: a string, or `{"prompt": str}`, or `{"prompt_token_ids": [int]}`. Answers in input order.
+
+        A prompt that can't be run is answered with `error_code` and `error` and no output; the others run.
+
+        Raises:
+            ValueError: as many sampling_params as prompts are needed, or one for all.
+        """
+        from .prompts.render import PromptRenderer
+
+        single = isinstance(prompts, (str, Mapping))
+        rows = [prompts] if single else list(prompts)  # type: ignore[arg-type]
+        values = [{"prompt": p} if isinstance(p, str) else dict(p) for p in rows]  # type: ignore[arg-type]
+        return self._answer(values, PromptRenderer(self.get_tokenizer()), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several (a list of lists), through the chat template.
+
+        Raises:
+            UsageError: the model's tokenizer has no chat template.
+        """
+        from .prompts.render import PromptRenderer
+
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        renderer = PromptRenderer(self.get_tokenizer(), messages_column="messages")
+        renderer.check_columns(["messages"], has_rows=True)
+        return self._answer([{"messages": c} for c in conversations], renderer, sampling_params, use_tqdm)
+
+    def _answer(
+        self,
+        rows: list[dict[str, Any]],
+        renderer: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        from .prompts.tokenize import PromptTokenizer
+
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(rows)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(rows):
+                raise ValueError(f"{len(params)} sampling_params for {len(rows)} prompts: give one for each, or one for all")
+        opened = self._engine.opened
+        tokenizer = PromptTokenizer(opened.tokenizer, opened.spec.vocab_size)
+        outputs: dict[int, RequestOutput] = {}
+        requests: list[Request] = []
+        texts: list[str | None] = []
+        for index, values in enumerate(rows):
+            texts.append(None)
+            try:
+                rendered = renderer.render(values)
+                texts[index] = rendered.text
+                ids = tokenizer.tokenize([rendered])[0]
+                if isinstance(ids, RowError):
+                    raise ids
+                request = opened.make_request(index, ids, params[index])
+            except RowError as error:
+                outputs[index] = _failed(index, texts[index], None, error)
+                continue
+            if request.max_tokens == 0:
+                outputs[index] = RequestOutput(str(index), texts[index], ids, [CompletionOutput(0, "", [], "length")])
+            else:
+                requests.append(request)
+        if requests:
+            self._run(requests, texts, outputs, use_tqdm)
+        return [outputs[i] for i in range(len(rows))]
+
+    def _run(
+        self, requests: list[Request], texts: list[str | None], outputs: dict[int, RequestOutput], use_tqdm: bool
+    ) -> None:
+        from tqdm import tqdm
+
+        def on_finished(sequence: SequenceInFlight) -> None:
+            index = sequence.request.row_index
+            completion = CompletionOutput(
+                0, sequence.text or "", sequence.generated_token_ids, sequence.finish_reason, sequence.stop_reason
+            )
+            outputs[index] = RequestOutput(
+                str(index), texts[index], list(sequence.request.prompt_token_ids), [completion]
+            )
+            bar.update()
+
+        def on_error(request: Request, error: RowError) -> None:
+            index = request.row_index
+            outputs[index] = _failed(index, texts[index], list(request.prompt_token_ids), error)
+            bar.update()
+
+        self._engine.stats = self.stats = RunStats()
+        with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
+            self._engine.generate(
+                requests, self._engine.plan(requests), on_finished=on_finished, on_error=on_error
+            )
+
+
+def _failed(index: int, prompt: str | None, token_ids: list[int] | None, error: RowError) -> RequestOutput:
+    return RequestOutput(str(index), prompt, token_ids, [], error_code=error.code, error=error.message)

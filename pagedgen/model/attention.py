@@ -1,0 +1,117 @@
+"""The bridge into transformers: an attention function that writes K/V to the pool and attends over its blocks.
+
+Registered in transformers' `AttentionInterface` under one name and in no mask registry, so that models build no mask. A step's
+`AttentionStep` reaches it as a keyword argument of `model(...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ModelError
+from ..kernels.api import Backend
+
+ATTENTION_NAME = "pagedgen"
+
+# Keyword arguments that would change the arithmetic; a model that passes one of them with a value is refused.
+_UNSUPPORTED = ("position_bias", "head_mask", "attention_bias", "alibi", "attn_bias")
+
+
+@dataclass
+class AttentionStep:
+    """What every layer's attention needs of the current batch; tensors on the device. See `engine.batch.PackedBatch`."""
+
+    backend: Backend
+    cache_layers: Sequence[tuple[torch.Tensor, torch.Tensor]]  # (key_cache, value_cache) of each layer
+    num_tokens: int
+    num_decodes: int
+    slot_mapping: torch.Tensor
+    decode_block_tables: torch.Tensor
+    decode_seq_lens: torch.Tensor
+    prefill_block_tables: torch.Tensor
+    prefill_cu_seqlens_q: torch.Tensor
+    prefill_seq_lens: torch.Tensor
+    max_seqlen_q: int
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    paged_step: AttentionStep | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer. query (1, H, T, D), key and value (1, Hkv, T, D) → ((1, T, H, D), None).
+
+    T may end in rows that only fill up a GEMM; they belong to no sequence and their output is zero.
+
+    Raises:
+        ModelError: the layer wants something the kernels don't do.
+    """
+    if paged_step is None:
+        raise ModelError(f"{type(module).__name__} does not hand keyword arguments on to its attention function")
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} uses {name}, which the paged kernels don't support")
+    step, layer_id = paged_step, int(module.layer_idx)  # type: ignore[arg-type]
+    key_cache, value_cache = step.cache_layers[layer_id]
+    if key.shape[1] != key_cache.shape[1] or key.shape[3] != key_cache.shape[3] or value.shape != key.shape:
+        raise ModelError(
+            f"layer {layer_id} has {key.shape[1]} KV heads of {key.shape[3]}/{value.shape[3]} dimensions (K/V), "
+            f"the pool {key_cache.shape[1]} of {key_cache.shape[3]}: only models with one KV shape can run"
+        )
+    q, k, v = (_rows(t) for t in (query, key, value))
+    total, live = q.shape[0], step.num_tokens
+    step.backend.write_kv(k[:live], v[:live], key_cache, value_cache, step.slot_mapping)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if total > live:
+        out[live:] = 0
+    scale = scaling if scaling is not None else q.shape[2] ** -0.5
+    options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    decodes = step.num_decodes
+    if decodes:
+        step.backend.paged_decode(
+            q[:decodes],
+            key_cache,
+            value_cache,
+            step.decode_block_tables,
+            step.decode_seq_lens,
+            out[:decodes],
+            **options,
+        )
+    if live > decodes:
+        step.backend.paged_prefill(
+            q[decodes:live],
+            key_cache,
+            value_cache,
+            step.prefill_block_tables,
+            step.prefill_cu_seqlens_q,
+            step.prefill_seq_lens,
+            out[decodes:live],
+            max_seqlen_q=step.max_seqlen_q,
+            **options,
+        )
+    return out[None], None
+
+
+def _rows(states: torch.Tensor) -> torch.Tensor:
+    """(1, heads, T, D) → (T, heads, D) with a contiguous last dimension; a view in every common model."""
+    rows = states[0].transpose(0, 1)
+    return rows if rows.stride(2) == 1 else rows.contiguous()
+
+
+def register() -> None:
+    """Make the attention function known to transformers; idempotent."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,332 @@
+"""From a model's name to its files, its shapes and its weights. Everything that can refuse a model does so before weights load.
+
+`MODEL` is a local directory, the name of a demo model (`pagedgen model get`), or a Hugging Face id (`HF_HUB_OFFLINE` honoured).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ModelError
+from . import attention, demo
+from .linear import MeasuredBuckets, make_row_invariant
+from .spec import DTYPE_BYTES, ModelSpec
+
+# Kinds of layer whose state is no per-token K/V of one shape.
+_PAGEABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model's files are and how they may be read."""
+
+    name: str
+    path: str  # a directory, or a hub id
+    revision: str | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+
+    @property
+    def hub_options(self) -> dict[str, Any]:
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+
+def locate(name: str, *, revision: str | None, trust_remote_code: bool, allow_pickle: bool) -> ModelFiles:
+    """Find a model by directory, demo name or hub id.
+
+    Raises:
+        ModelError: a path that is not a model, or a demo model that was not fetched yet.
+    """
+    path = name
+    if name in demo.DEMO_MODELS:
+        directory = demo.cache_path(name)
+        if not (directory / "config.json").is_file():
+            raise ModelError(f"the demo model {name} is not in the cache; fetch it with: pagedgen model get {name}")
+        path = str(directory)
+    elif Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise ModelError(f"{name} is a directory without config.json: not a transformers model")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"no such model directory: {name}")
+    files = ModelFiles(name, path, revision, trust_remote_code, allow_pickle)
+    if Path(path).is_dir():
+        _check_weight_files(files)
+    return files
+
+
+def _check_weight_files(files: ModelFiles) -> None:
+    names = sorted(os.listdir(files.path))
+    if any(n.endswith(".safetensors") for n in names):
+        return
+    pickles = [n for n in names if n.endswith((".bin", ".pt", ".pth"))]
+    if pickles and not files.allow_pickle:
+        raise ModelError(
+            f"{files.name} has only pickled weights ({pickles[0]}), which can run code when loaded; "
+            "convert them to safetensors, or pass --allow-pickle if you trust them"
+        )
+    if not pickles:
+        raise ModelError(f"{files.name} has no weights (*.safetensors)")
+
+
+def _from_hub(files: ModelFiles, what: str, load: Any) -> Any:
+    """Run a transformers loader and turn its failures into one sentence."""
+    try:
+        return load()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        offline = "; HF_HUB_OFFLINE is set, so only cached models can be used" if _offline(files) else ""
+        raise ModelError(f"can't load the {what} of {files.name}: {first}{offline}") from error
+
+
+def _offline(files: ModelFiles) -> bool:
+    return not Path(files.path).is_dir() and os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
+
+
+def load_config(files: ModelFiles) -> Any:
+    """Return the transformers config.
+
+    Raises:
+        ModelError: no such model, or remote code without --trust-remote-code.
+    """
+    from transformers import AutoConfig
+
+    return _from_hub(files, "config", lambda: AutoConfig.from_pretrained(files.path, **files.hub_options))
+
+
+def load_tokenizer(files: ModelFiles) -> Any:
+    """Return the tokenizer.
+
+    Raises:
+        ModelError: there is none that transformers can load.
+    """
+    from transformers import AutoTokenizer
+
+    return _from_hub(files, "tokenizer", lambda: AutoTokenizer.from_pretrained(files.path, **files.hub_options))
+
+
+def load_eos_token_ids(files: ModelFiles, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Return the union of the EOS ids that generation_config, config and tokenizer name, sorted."""
+    from transformers import GenerationConfig
+
+    found: set[int] = set()
+    sources = [config.get_text_config(), tokenizer]
+    try:
+        sources.append(GenerationConfig.from_pretrained(files.path, revision=files.revision))
+    except OSError:
+        pass  # a model without generation_config.json
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return tuple(sorted(int(i) for i in found))
+
+
+@dataclass
+class _Probe:
+    """What each attention call of a forward on the meta device asked for."""
+
+    layers: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # heads, kv_heads, key dim, value dim
+
+    def attention(self, module, query, key, value, attention_mask, **kwargs):
+        for name in attention._UNSUPPORTED:
+            if kwargs.get(name) is not None:
+                raise ModelError(f"{type(module).__name__} uses {name}, which the paged kernels don't support")
+        if not getattr(module, "is_causal", True):
+            raise ModelError(f"{type(module).__name__} attends in both directions; only causal models can be generated from")
+        layer_id = int(module.layer_idx)
+        if layer_id in self.layers:
+            raise ModelError(f"layer {layer_id} attends twice ({type(module).__name__}); only one K/V a layer can be paged")
+        self.layers[layer_id] = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        out = torch.empty(1, query.shape[2], query.shape[1], value.shape[3], dtype=query.dtype, device="meta")
+        return out, None
+
+
+def _check_family(files: ModelFiles, config: Any) -> type:
+    """Return the causal-LM class of a config whose modelling code goes through `AttentionInterface`."""
+    from transformers import AutoModelForCausalLM
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{files.name} ({kind}) is an encoder-decoder model; only decoder-only models can run")
+    text = config.get_text_config()
+    others = sorted(set(getattr(text, "layer_types", None) or []) - _PAGEABLE_LAYER_TYPES)
+    if others:
+        raise ModelError(f"{files.name} ({kind}) has layers of type {', '.join(others)}, which have no paged K/V cache")
+    if getattr(text, "kv_lora_rank", None):
+        raise ModelError(f"{files.name} ({kind}) uses multi-head latent attention, which is not supported yet")
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ModelError(f"{files.name} ({kind}) shares K/V between layers, which is not supported yet")
+    if getattr(config, "quantization_config", None):
+        raise ModelError(f"{files.name} ({kind}) has quantized weights, which are not supported yet")
+    auto_map = getattr(config, "auto_map", None) or {}
+    if files.trust_remote_code and "AutoModelForCausalLM" in auto_map:
+        cls = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], files.path, revision=files.revision)
+    elif type(config) in AutoModelForCausalLM._model_mapping:
+        cls = AutoModelForCausalLM._model_mapping[type(config)]
+    else:
+        raise ModelError(f"{files.name} ({kind}) has no causal language model in transformers")
+    if isinstance(cls, (list, tuple)):
+        cls = cls[0]
+    source = inspect.getsource(sys.modules[cls.__module__])
+    if not getattr(cls, "_supports_attention_backend", False) or "ALL_ATTENTION_FUNCTIONS" not in source:
+        raise ModelError(f"{files.name} ({kind}): its modelling code has its own attention that can't be replaced by a paged one")
+    return cls
+
+
+def _rope_limit(text_config: Any) -> int | None:
+    """Longest context whose rotary angles don't depend on the batch's longest row, or None for no such limit.
+
+    `dynamic` and `longrope` change every row's angles once any row passes the original length.
+    """
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    for p in nested or [parameters]:
+        if p.get("rope_type") in ("dynamic", "longrope"):
+            original = p.get("original_max_position_embeddings") or getattr(
+                text_config, "original_max_position_embeddings", None
+            )
+            return int(original or text_config.max_position_embeddings)
+    return None
+
+
+def inspect_model(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+    """Return a model's shapes and sizes from its config alone, by building it and running it once without weights.
+
+    Raises:
+        ModelError: a family, layer kind or attention option that can't run; the message names it.
+    """
+    _check_family(files, config)
+    text = config.get_text_config()
+    model, layers = _probe(files, config, dtype)
+    num_layers = text.num_hidden_layers
+    if not layers:  # data-dependent code can't run without weights: take the config's word, the first batch checks it
+        heads = text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        layers = dict.fromkeys(
+            range(num_layers), (heads, getattr(text, "num_key_value_heads", None) or heads, head_dim, head_dim)
+        )
+    if sorted(layers) != list(range(num_layers)):
+        missing = sorted(set(range(num_layers)) - set(layers))
+        raise ModelError(f"{files.name} ({config.model_type}): layers {missing} have no attention that can be paged")
+    shapes = set(layers.values())
+    heads, kv_heads, key_dim, value_dim = next(iter(shapes))
+    if len({s[1:] for s in shapes}) > 1 or key_dim != value_dim:
+        raise ModelError(
+            f"{files.name} ({config.model_type}) has K/V of different shapes {sorted(shapes)} "
+            "(heads, KV heads, key and value dimension); one shape for all layers is needed"
+        )
+    max_model_len = getattr(text, "max_position_embeddings", None)
+    if not max_model_len:
+        raise ModelError(f"{files.name} ({config.model_type}) does not say its max_position_embeddings; pass --max-model-len")
+    limit = _rope_limit(text)
+    tied = {id(p): p for p in model.parameters()}
+    return ModelSpec(
+        model_type=config.model_type,
+        dtype=dtype,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=key_dim,
+        hidden_size=text.hidden_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        vocab_size=text.vocab_size,
+        max_model_len=min(int(max_model_len), limit) if limit else int(max_model_len),
+        weights_bytes=sum(p.numel() for p in tied.values()) * DTYPE_BYTES[dtype],
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _probe(files: ModelFiles, config: Any, dtype: str) -> tuple[torch.nn.Module, dict[int, tuple[int, int, int, int]]]:
+    """Build the model on the meta device and run four tokens through it, recording what its attention asks for."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    probe = _Probe()
+    name = "pagedgen_probe"
+    AttentionInterface.register(name, probe.attention)
+    # Experts choose rows by data, which the meta device has none of; their output has the shape of their input.
+    ALL_EXPERTS_FUNCTIONS.register(name, lambda module, hidden_states, *args, **kwargs: hidden_states)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=name,
+            trust_remote_code=files.trust_remote_code,
+        )
+    model.eval()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(name)
+    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, position_ids=ids, use_cache=False)
+    except ModelError:
+        raise
+    except Exception:  # whatever foreign modelling code raises on tensors without data
+        return model, {}
+    return model, probe.layers
+
+
+def best_dtype(device: str, config: Any) -> str:
+    """Return the dtype "auto" stands for: the checkpoint's on GPU; bf16 on CPUs with bf16 arithmetic, fp32 on others."""
+    if device == "cuda":
+        stored = str(getattr(config.get_text_config(), "dtype", None) or "bfloat16").removeprefix("torch.")
+        return stored if stored in ("float16", "bfloat16") else "bfloat16"
+    flags = _cpu_flags()
+    return "bfloat16" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    for line in text.splitlines():
+        if line.lower().startswith(("flags", "features")):
+            return set(line.split(":", 1)[1].split())
+    return set()
+
+
+def load_model(
+    files: ModelFiles, config: Any, dtype: str, device: str, *, row_invariant: bool
+) -> tuple[torch.nn.Module, MeasuredBuckets]:
+    """Load the weights; return the model with paged attention, in inference mode on its device, and its GEMMs' row buckets.
+
+    With `row_invariant` every GEMM runs in agreeing row buckets (see `linear.py`), measured at the first batch.
+
+    Raises:
+        ModelError: tensors are missing from the checkpoint (they would be random), or it can't be read.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    attention.register()
+    logging.disable_progress_bar()
+    model, info = _from_hub(
+        files,
+        "weights",
+        lambda: AutoModelForCausalLM.from_pretrained(
+            files.path,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention.ATTENTION_NAME,
+            use_safetensors=None if files.allow_pickle else True,
+            output_loading_info=True,
+            **files.hub_options,
+        ),
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"the checkpoint of {files.name} lacks {', '.join(missing[:5])}; it would be random, so it is not run")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    model.eval().requires_grad_(False)
+    model.to(device)
+    return model, make_row_invariant(model) if row_invariant else {}

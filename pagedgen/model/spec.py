@@ -1,0 +1,37 @@
+"""What planning needs to know of a model: shapes and sizes, as plain numbers. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shapes and sizes of one model in one dtype."""
+
+    model_type: str
+    dtype: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_model_len: int
+    weights_bytes: int  # tied weights counted once
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of one token in all layers: 2 x layers x kv_heads x head_dim x dtype bytes (kv_heads, not heads)."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def bytes_per_block(self, block_size: int) -> int:
+        return block_size * self.bytes_per_token
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,71 @@
+"""From rendered prompts to token ids, in groups; what can't be tokenized becomes a row error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import RowError
+from .render import Rendered
+
+
+class PromptTokenizer:
+    """Tokenize with exactly one BOS and never an EOS at the end.
+
+    A chat's text is tokenized as its template wrote it (special tokens included, none added). Plain text gets what the
+    tokenizer adds by default, except when it already begins with the BOS text.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._bos = getattr(tokenizer, "bos_token", None)
+        self.num_bos_kept = 0  # plain prompts that brought their own BOS
+
+    def tokenize(self, prompts: list[Rendered]) -> list[list[int] | RowError]:
+        """Return each prompt's token ids, or why it has none."""
+        results: list[list[int] | RowError] = [[] for _ in prompts]
+        plain, whole = [], []  # whole: the text holds its special tokens already
+        for place, prompt in enumerate(prompts):
+            if prompt.token_ids is not None:
+                results[place] = self._checked(prompt.token_ids)
+            elif prompt.from_template:
+                whole.append(place)
+            elif self._bos and prompt.text and prompt.text.startswith(self._bos):
+                self.num_bos_kept += 1
+                whole.append(place)
+            else:
+                plain.append(place)
+        for places, add_special_tokens in ((plain, True), (whole, False)):
+            texts = [prompts[place].text or "" for place in places]
+            for place, ids in zip(places, self._encode(texts, add_special_tokens), strict=True):
+                results[place] = ids if isinstance(ids, RowError) else self._checked(ids)
+        return results
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int] | RowError]:
+        if not texts:
+            return []
+        try:
+            encoded = self._tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+        except (TypeError, ValueError, UnicodeError):
+            if len(texts) == 1:  # for example a lone surrogate, which is no text
+                return [RowError("not_text", "the prompt is not valid Unicode text")]
+            return [self._encode([text], add_special_tokens)[0] for text in texts]
+        return [self._without_eos(list(ids), text, add_special_tokens) for ids, text in zip(encoded, texts, strict=True)]
+
+    def _without_eos(self, ids: list[int], text: str, added: bool) -> list[int]:
+        """Drop an EOS that the tokenizer put at the end of a prompt: the answer would begin after its own end."""
+        eos = getattr(self._tokenizer, "eos_token_id", None)
+        eos_text = getattr(self._tokenizer, "eos_token", None)
+        if added and ids and ids[-1] == eos and not (eos_text and text.endswith(eos_text)):
+            # A BOS that is the same token stands alone for an empty prompt and stays.
+            if len(ids) > 1 or eos != getattr(self._tokenizer, "bos_token_id", None):
+                ids.pop()
+        return ids
+
+    def _checked(self, ids: list[int]) -> list[int] | RowError:
+        if not ids:
+            return RowError("empty_prompt", "the prompt has no tokens")
+        bad = next((i for i in ids if not 0 <= i < self._vocab_size), None)
+        if bad is not None:
+            return RowError("bad_token_ids", f"token id {bad} is outside the vocabulary of {self._vocab_size}")
+        return ids

@@ -1,0 +1,116 @@
+"""The nouns that pass between the parts: what is asked for (`Request`), its life in the engine (`Sequence`), the answer."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from .sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, tokenized and checked: it fits the context and the KV pool.
+
+    `max_tokens` is the row's own limit already cut to the room the prompt leaves. `stop_token_ids` holds the model's EOS ids
+    (unless ignored) and the row's own. Random draws are keyed by (`seed`, `row_index`, position) alone.
+    """
+
+    row_index: int
+    prompt_token_ids: SequenceOf[int]
+    params: SamplingParams
+    max_tokens: int
+    eos_token_ids: frozenset[int]
+    seed: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Tokens whose K/V the row may ever hold: the last generated token is never fed back."""
+        return self.num_prompt_tokens + max(self.max_tokens - 1, 0)
+
+
+class SequenceStatus(enum.Enum):
+    """waiting → running → finished; a preempted sequence goes back to waiting and is recomputed."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """A request in flight.
+
+    Invariants: `token_ids` is prompt plus generated; the first `num_computed_tokens` of them have K/V in the blocks of
+    `block_table`, in token order; `len(block_table) * block_size >= num_computed_tokens`. One token is left to compute when
+    the sequence decodes, more when it prefills (a prompt, or everything after a preemption).
+    """
+
+    __slots__ = (
+        "block_table",
+        "finish_reason",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "request",
+        "status",
+        "stop_reason",
+        "table_row",
+        "text",
+        "text_checker",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.block_table: list[int] = []
+        self.status = SequenceStatus.WAITING
+        self.num_preemptions = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.text: str | None = None
+        self.text_checker: object | None = None  # the stop-string search's state, owned by sampling/stops.py
+        self.table_row = -1  # row in the persistent block-table array while running, owned by engine/batch.py
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def generated_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion. `text == tokenizer.decode(token_ids)` without the closing EOS, cut at a stop string."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The answer to one prompt, in vLLM's shape. A row error has no completion and a code and sentence instead."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = True
+    error_code: str | None = None
+    error: str | None = None

@@ -1,0 +1,112 @@
+"""Counters of a run and what is made of them: `<output>.stats.json` and the closing table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+SERIES_EVERY = 100  # steps between two samples of the series
+
+
+@dataclass
+class BlockCounters:
+    """Use of the pool, added up over steps."""
+
+    total: int = 0
+    block_size: int = 0
+    peak: int = 0
+    sum_used: int = 0
+    sum_slots: int = 0  # slots that hold a token
+    sum_tables: int = 0  # block tables in use
+    num_steps: int = 0
+    series: list[dict[str, Any]] = field(default_factory=list)
+
+    def record(self, step: int, *, used: int, slots: int, tables: int, waiting: int) -> None:
+        """Count one step's end: `used` blocks hold `slots` tokens in `tables` tables, `waiting` rows are not admitted."""
+        self.num_steps += 1
+        self.peak = max(self.peak, used)
+        self.sum_used += used
+        self.sum_slots += slots
+        self.sum_tables += tables
+        if step % SERIES_EVERY == 0:
+            self.series.append({"step": step, "used_blocks": used, "used_slots": slots, "running": tables, "waiting": waiting})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the shares: of the pool in use, of the used blocks' slots that hold a token, and lost in last blocks."""
+        steps = max(1, self.num_steps)
+        slot_share = self.sum_slots / (self.sum_used * self.block_size) if self.sum_used else 0.0
+        return {
+            "total": self.total,
+            "block_size": self.block_size,
+            "peak": self.peak,
+            "mean_utilization": self.sum_used / steps / self.total if self.total else 0.0,
+            "slot_utilization": slot_share,
+            "last_block_waste": 1 - slot_share if self.sum_used else 0.0,
+            "mean_table_length": self.sum_used / self.sum_tables if self.sum_tables else 0.0,
+            "series": self.series,
+        }
+
+
+@dataclass
+class RunStats:
+    """Everything counted in one run."""
+
+    started: float = field(default_factory=perf_counter)
+    rows: Counter[str] = field(default_factory=Counter)
+    row_errors: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    num_steps: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    padded_tokens: int = 0
+    computed_tokens: int = 0
+    peak_memory_bytes: int = 0
+    startup_s: float = 0.0
+    generate_s: float = 0.0
+    time_split_s: dict[str, float] = field(default_factory=dict)
+    blocks: BlockCounters = field(default_factory=BlockCounters)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time of a block to a phase."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.add_time(phase, perf_counter() - start)
+
+    def add_time(self, phase: str, seconds: float) -> None:
+        self.time_split_s[phase] = self.time_split_s.get(phase, 0.0) + seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.generated_tokens / self.generate_s if self.generate_s else 0.0
+
+    def to_dict(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the document of `stats.json`. Each row's prompt counts once; recomputed tokens stand apart."""
+        return {
+            "rows": {"total": sum(self.rows.values()), **dict(sorted(self.rows.items()))},
+            "row_errors": dict(sorted(self.row_errors.items())),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": 0,
+            "generated_tokens": self.generated_tokens,
+            "wall_s": perf_counter() - self.started,
+            "startup_s": self.startup_s,
+            "generate_s": self.generate_s,
+            "tokens_per_s": self.tokens_per_s,
+            "time_split_s": self.time_split_s,
+            "num_steps": self.num_steps,
+            "blocks": self.blocks.to_dict(),
+            "padding_saved": 1 - self.computed_tokens / self.padded_tokens if self.padded_tokens else 0.0,
+            "padded_tokens": self.padded_tokens,
+            "computed_tokens": self.computed_tokens,
+            "preemptions": self.preemptions,
+            "recomputed_tokens": self.recomputed_tokens,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "config": config,
+        }
