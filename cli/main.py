@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pagedgen import __version__
-from pagedgen.errors import EXIT_INTERNAL, EXIT_OUTPUT, EXIT_STOPPED, PagedgenError
+from pagedgen.errors import EXIT_INTERNAL, PagedgenError
 
 from . import model, plan, run
 from .output import fail
@@ -54,19 +54,9 @@ def main() -> None:
         _show_traceback()
         fail(str(error))
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        fail("stopped; no output was written, the same command starts over")
-        sys.exit(EXIT_STOPPED)
-    except BrokenPipeError:
-        # The reader of stdout has gone. Python would complain once more while it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_OUTPUT)
     except Exception as error:
         _show_traceback()
-        fail(
-            f"internal error: {type(error).__name__}: {error}. This is a bug in pagedgen; "
-            "PAGEDGEN_TRACEBACK=1 shows where"
-        )
+        fail(f"internal error: {type(error).__name__}: {error}. This is a bug in pagedgen; PAGEDGEN_TRACEBACK=1 shows where")
         sys.exit(EXIT_INTERNAL)
 
 

@@ -22,9 +22,8 @@ def get(
     force: Annotated[bool, typer.Option("--force", help="Fetch again even if it is cached.")] = False,
 ) -> None:
     """Fetch a demo model into the cache and print its directory."""
-    from pagedgen.model import demo
+    from pagedgen.model.demo import DEMO_MODELS, cache_path, fetch
 
-    if name in demo.DEMO_MODELS and not (demo.cache_path(name) / "config.json").is_file():
+    if name in DEMO_MODELS and (force or not (cache_path(name) / "config.json").is_file()):
         stderr.print(f"fetching {name} …", style="dim", highlight=False)
-    path, _ = demo.fetch(name, force=force)
-    typer.echo(str(path))
+    typer.echo(str(fetch(name, force=force)))

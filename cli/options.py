@@ -10,24 +10,35 @@ import typer
 
 from pagedgen.errors import InputError, UsageError
 
-_UNITS = {"": 1, "B": 1, "K": 1000, "KB": 1000, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 1000,
+    "KB": 1000,
+    "M": 10**6,
+    "MB": 10**6,
+    "G": 10**9,
+    "GB": 10**9,
+    "T": 10**12,
+    "TB": 10**12,
+}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 MODEL, INPUT, RUNTIME, SAMPLING = "Model", "Input", "Memory and schedule", "Sampling"
 
 Model = Annotated[str, typer.Argument(help="A model directory, a demo model's name, or a Hugging Face id.")]
-Inputs = Annotated[
-    list[str], typer.Argument(help="JSONL or Parquet files, globs or directories.", metavar="PROMPTS...")
-]
+Inputs = Annotated[list[str], typer.Argument(help="JSONL or Parquet files, globs or directories.", metavar="PROMPTS...")]
 
 PromptColumn = Annotated[str | None, typer.Option(help="Column with the prompt text.", rich_help_panel=INPUT)]
 MessagesColumn = Annotated[str | None, typer.Option(help="Column with chat messages.", rich_help_panel=INPUT)]
 IdColumn = Annotated[
-    str | None, typer.Option(help="Column that becomes the output's id (else `id`, else the row's index).", rich_help_panel=INPUT)
+    str | None,
+    typer.Option(help="Column that becomes the output's id (else `id`, else the row's index).", rich_help_panel=INPUT),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Read only the first rows.", rich_help_panel=INPUT)]
 ChatTemplate = Annotated[
-    str | None, typer.Option(help="File with a Jinja chat template, instead of the tokenizer's.", metavar="FILE", rich_help_panel=INPUT)
+    str | None,
+    typer.Option(help="File with a Jinja chat template, instead of the tokenizer's.", metavar="FILE", rich_help_panel=INPUT),
 ]
 
 Revision = Annotated[str | None, typer.Option(help="Revision of a Hugging Face model.", rich_help_panel=MODEL)]
@@ -41,7 +52,8 @@ Dtype = Annotated[
     ),
 ]
 MaxModelLen = Annotated[
-    int | None, typer.Option(help="Longest prompt plus completion, in tokens. [default: the model's]", rich_help_panel=MODEL)
+    int | None,
+    typer.Option(help="Longest prompt plus completion, in tokens. [default: the model's]", rich_help_panel=MODEL),
 ]
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=RUNTIME)]
@@ -58,12 +70,16 @@ GpuMemoryUtilization = Annotated[
     float, typer.Option(help="Share of the device's total memory to use, weights included.", rich_help_panel=RUNTIME)
 ]
 KvCacheMemoryBytes = Annotated[
-    str | None, typer.Option(help="Size of the KV pool, e.g. 4GiB, instead of what is free.", metavar="BYTES", rich_help_panel=RUNTIME)
+    str | None,
+    typer.Option(help="Size of the KV pool, e.g. 4GiB, instead of what is free.", metavar="BYTES", rich_help_panel=RUNTIME),
 ]
 NumGpuBlocksOverride = Annotated[
     int | None,
     typer.Option(
-        "--num-gpu-blocks-override", "--max-block-num", help="Blocks in the KV pool, instead of what fits.", rich_help_panel=RUNTIME
+        "--num-gpu-blocks-override",
+        "--max-block-num",
+        help="Blocks in the KV pool, instead of what fits.",
+        rich_help_panel=RUNTIME,
     ),
 ]
 

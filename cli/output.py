@@ -159,7 +159,8 @@ def show_plan(report: Any) -> None:
     table.add_row(
         "model",
         f"{model['model_type']}, {model['num_layers']} layers, {model['num_heads']}/{model['num_kv_heads']} heads of "
-        f"{model['head_dim']}, {model['dtype']}, context {plan['max_model_len']:,}, EOS {list(model['eos_token_ids']) or 'none'}",
+        f"{model['head_dim']}, {model['dtype']}, context {plan['max_model_len']:,}, "
+        f"EOS {list(model['eos_token_ids']) or 'none'}",
     )
     table.add_row("weights", gib(plan["weights_bytes"]))
     table.add_row(
@@ -189,6 +190,7 @@ def show_plan(report: Any) -> None:
     table.add_row("peak blocks needed", f"{plan['peak_blocks_needed']:,} (if every row runs to its max_tokens)")
     table.add_row(
         "padding saved",
-        f"{plan['padding_saved']:.1%} (prompts padded in batches of {plan['max_num_seqs']:,}: {plan['padded_tokens']:,} tokens)",
+        f"{plan['padding_saved']:.1%} (prompts padded in batches of {plan['max_num_seqs']:,}: "
+        f"{plan['padded_tokens']:,} tokens)",
     )
     Console().print(table)

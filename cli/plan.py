@@ -22,7 +22,11 @@ def plan(
     prompts: opt.Inputs,
     device_memory: Annotated[
         str | None,
-        typer.Option(help="Plan for a device of this size, e.g. 80GiB, instead of measuring this one.", metavar="BYTES", rich_help_panel=opt.RUNTIME),
+        typer.Option(
+            help="Plan for a device of this size, e.g. 80GiB, instead of measuring this one.",
+            metavar="BYTES",
+            rich_help_panel=opt.RUNTIME,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
     prompt_column: opt.PromptColumn = None,

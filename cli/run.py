@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from pagedgen.config import EngineConfig
-from pagedgen.errors import EXIT_OK, EXIT_ROW_ERRORS, UsageError
+from pagedgen.errors import EXIT_OK, EXIT_ROW_ERRORS, Interrupted, UsageError
 from pagedgen.job import JobConfig, error_rate_exceeded, run_job
 from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
@@ -17,18 +20,37 @@ from .output import RunProgress, show_summary
 OUTPUT = "Output"
 
 
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Turn INT and TERM (Slurm's way to end a job) into an orderly end of the run."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Interrupted(f"stopped by {signal.Signals(number).name}; no output was written, the same command starts over")
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def run(
     model: opt.Model,
     prompts: opt.Inputs,
     output: Annotated[
-        str, typer.Option("--output", "-o", help="Where to write: .jsonl, .parquet, or - for JSONL on stdout.", rich_help_panel=OUTPUT)
+        str,
+        typer.Option(
+            "--output", "-o", help="Where to write: .jsonl, .parquet, or - for JSONL on stdout.", rich_help_panel=OUTPUT
+        ),
     ],
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output.", rich_help_panel=OUTPUT)] = False,
     token_ids: Annotated[
         bool, typer.Option("--token-ids", help="Write the generated token ids as well.", rich_help_panel=OUTPUT)
     ] = False,
     stats: Annotated[
-        str | None, typer.Option(help="Where statistics go. [default: <output>.stats.json]", metavar="FILE", rich_help_panel=OUTPUT)
+        str | None,
+        typer.Option(help="Where statistics go. [default: <output>.stats.json]", metavar="FILE", rich_help_panel=OUTPUT),
     ] = None,
     progress: Annotated[str, typer.Option(help="auto, plain, json or none.", rich_help_panel=OUTPUT)] = "auto",
     max_error_rate: Annotated[
@@ -41,10 +63,10 @@ def run(
     chat_template: opt.ChatTemplate = None,
     max_tokens: opt.MaxTokens = None,
     min_tokens: Annotated[int, typer.Option(help="Fewest tokens before a row may end.", rich_help_panel=opt.SAMPLING)] = 0,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy. [default: 0]", rich_help_panel=opt.SAMPLING)
-    ] = None,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this share.", rich_help_panel=opt.SAMPLING)] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 0]", rich_help_panel=opt.SAMPLING)] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the likeliest tokens up to this share.", rich_help_panel=opt.SAMPLING)
+    ] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 or -1: all.", rich_help_panel=opt.SAMPLING)] = 0,
     min_p: Annotated[
         float, typer.Option(help="Drop tokens below this share of the likeliest one's.", rich_help_panel=opt.SAMPLING)
@@ -69,7 +91,8 @@ def run(
     max_model_len: opt.MaxModelLen = None,
     device: opt.Device = "auto",
     backend: Annotated[
-        str, typer.Option(help="Kernels: auto, cpu, gpu, or reference (slow, plain torch).", rich_help_panel=opt.RUNTIME)
+        str,
+        typer.Option(help="Kernels: auto, cpu, gpu, or reference (slow, plain torch).", rich_help_panel=opt.RUNTIME),
     ] = "auto",
     block_size: opt.BlockSize = None,
     max_num_seqs: opt.MaxNumSeqs = None,
@@ -78,10 +101,15 @@ def run(
     kv_cache_memory_bytes: opt.KvCacheMemoryBytes = None,
     num_gpu_blocks_override: opt.NumGpuBlocksOverride = None,
     sort: Annotated[
-        str, typer.Option(help="Order of work: length (longest first) or none. Output order is the input's.", rich_help_panel=opt.RUNTIME)
+        str,
+        typer.Option(
+            help="Order of work: length (longest first) or none. Output order is the input's.",
+            rich_help_panel=opt.RUNTIME,
+        ),
     ] = "length",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads. [default: the cores this process may use]", rich_help_panel=opt.RUNTIME)
+        int | None,
+        typer.Option(help="CPU threads. [default: the cores this process may use]", rich_help_panel=opt.RUNTIME),
     ] = None,
     audit: Annotated[
         bool, typer.Option("--audit", help="Recount the blocks after every step.", rich_help_panel=opt.RUNTIME)
@@ -146,7 +174,7 @@ def run(
             audit=audit,
         ),
     )
-    with RunProgress(progress) as shown:
+    with stop_on_signals(), RunProgress(progress) as shown:
         report = run_job(config, shown)
     note = f" (max_tokens {DEFAULT_MAX_TOKENS}, the default)" if max_tokens is None else ""
     show_summary(report.stats, report.output, report.stats_path, note)

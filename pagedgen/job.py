@@ -208,9 +208,7 @@ def plan_only(config: JobConfig, progress: Progress, device_memory_bytes: int | 
         available_kv_bytes=available,
         num_gpu_blocks_override=resolved.num_gpu_blocks_override,
     )
-    return PlanReport(
-        plan.to_dict(), opened.spec.to_dict(), resolved.to_dict(), device.source, [str(f) for f in files]
-    )
+    return PlanReport(plan.to_dict(), opened.spec.to_dict(), resolved.to_dict(), device.source, [str(f) for f in files])
 
 
 def _stats_path(config: JobConfig) -> str | None:
@@ -233,9 +231,7 @@ def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunS
     from .prompts.render import PromptRenderer, Rendered
     from .prompts.tokenize import PromptTokenizer
 
-    renderer = PromptRenderer(
-        opened.tokenizer, prompt_column=config.prompt_column, messages_column=config.messages_column
-    )
+    renderer = PromptRenderer(opened.tokenizer, prompt_column=config.prompt_column, messages_column=config.messages_column)
     tokenizer = PromptTokenizer(opened.tokenizer, opened.spec.vocab_size)
     progress.phase("reading prompts")
     with stats.timed("read"):
@@ -320,9 +316,7 @@ def _write(config: JobConfig, output_format: str, files: list[Path], rows: list[
     input_types: dict[str, Any] = {}
     if parquet and len(parquet) == len(files):
         input_types = {f.name: f.type for f in parquet_schema(parquet)}
-    write_results(
-        config.output, output_format, results, schema, input_types=input_types, id_column=id_column
-    )
+    write_results(config.output, output_format, results, schema, input_types=input_types, id_column=id_column)
 
 
 def _count(stats: RunStats, results: list[Result], engine: Any, plan: Any, config: JobConfig) -> dict[str, Any]:

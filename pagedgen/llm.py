@@ -58,7 +58,7 @@ class LLM:
         from .prompts.render import PromptRenderer
 
         single = isinstance(prompts, (str, Mapping))
-        rows = [prompts] if single else list(prompts)  # type: ignore[arg-type]
+        rows = [prompts] if single else list(prompts)
         values = [{"prompt": p} if isinstance(p, str) else dict(p) for p in rows]  # type: ignore[arg-type]
         return self._answer(values, PromptRenderer(self.get_tokenizer()), sampling_params, use_tqdm)
 
@@ -121,9 +121,7 @@ class LLM:
             self._run(requests, texts, outputs, use_tqdm)
         return [outputs[i] for i in range(len(rows))]
 
-    def _run(
-        self, requests: list[Request], texts: list[str | None], outputs: dict[int, RequestOutput], use_tqdm: bool
-    ) -> None:
+    def _run(self, requests: list[Request], texts: list[str | None], outputs: dict[int, RequestOutput], use_tqdm: bool) -> None:
         from tqdm import tqdm
 
         def on_finished(sequence: SequenceInFlight) -> None:
@@ -131,9 +129,7 @@ class LLM:
             completion = CompletionOutput(
                 0, sequence.text or "", sequence.generated_token_ids, sequence.finish_reason, sequence.stop_reason
             )
-            outputs[index] = RequestOutput(
-                str(index), texts[index], list(sequence.request.prompt_token_ids), [completion]
-            )
+            outputs[index] = RequestOutput(str(index), texts[index], list(sequence.request.prompt_token_ids), [completion])
             bar.update()
 
         def on_error(request: Request, error: RowError) -> None:
@@ -143,9 +139,7 @@ class LLM:
 
         self._engine.stats = self.stats = RunStats()
         with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
-            self._engine.generate(
-                requests, self._engine.plan(requests), on_finished=on_finished, on_error=on_error
-            )
+            self._engine.generate(requests, self._engine.plan(requests), on_finished=on_finished, on_error=on_error)
 
 
 def _failed(index: int, prompt: str | None, token_ids: list[int] | None, error: RowError) -> RequestOutput:

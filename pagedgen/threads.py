@@ -23,4 +23,5 @@ def set_threads(threads: int, backend: str) -> None:
     if backend == "cpu":
         import numba
 
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+        numba.set_num_threads(min(threads, most))

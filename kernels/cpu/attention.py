@@ -78,9 +78,7 @@ def paged_prefill(
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = key_cache.shape[1], key_cache.shape[2]
     if key_cache.stride(2) != 1 or value_cache.stride(3) != 1 or query.stride(2) != 1 or out.stride(2) != 1:
-        raise ValueError(
-            "the cpu backend needs K transposed inside its block and V, query and out contiguous in head_dim"
-        )
+        raise ValueError("the cpu backend needs K transposed inside its block and V, query and out contiguous in head_dim")
     if head_dim < 4 or block_size < 4:
         raise ValueError(f"the cpu backend needs head_dim >= 4 and block_size >= 4, not {head_dim} and {block_size}")
     kernels, num_threads = load_kernels()

@@ -2,7 +2,8 @@
 
 Everything works on raw addresses (int64), so a kernel addresses any layout by 64-bit byte offsets. Loads widen the stored
 dtype to fp32; which dtype it is comes from the *type* of a `tag` argument, an empty numpy array of the storage type (uint16
-stands for bf16, int16 for fp16), so that numba specializes and caches one kernel per dtype. `width` arguments must be literal constants.
+stands for bf16, int16 for fp16), so that numba specializes and caches one kernel per dtype. `width` arguments must be
+literal constants.
 
 LLVM lowers the portable vector IR to AVX-512, AVX2 or NEON. No operation is marked reassociable: the order of every sum is
 the order written here, on every machine and for any number of rows handled together.
@@ -215,7 +216,7 @@ def keep_lanes(typingctx, v, first, low, high):
     return v(v, types.int64, types.int64, types.int64), codegen
 
 
-# exp after the Cephes library's expf: n = round(x / ln 2), a polynomial of degree 5 on the rest, scaled by 2**n in the exponent.
+# exp after the Cephes library's expf: n = round(x / ln 2), a polynomial on the rest, scaled by 2**n in the exponent.
 _EXP_POLY = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _EXP_MIN, _EXP_MAX = -87.3365, 88.3762
 
@@ -223,9 +224,7 @@ _EXP_MIN, _EXP_MAX = -87.3365, 88.3762
 def _emit_exp(builder, x):
     width = x.type.count
     clamped = builder.select(builder.fcmp_ordered(">", x, _const(width, _EXP_MIN)), x, _const(width, _EXP_MIN))
-    clamped = builder.select(
-        builder.fcmp_ordered("<", clamped, _const(width, _EXP_MAX)), clamped, _const(width, _EXP_MAX)
-    )
+    clamped = builder.select(builder.fcmp_ordered("<", clamped, _const(width, _EXP_MAX)), clamped, _const(width, _EXP_MAX))
     n = _call(
         builder,
         f"llvm.nearbyint.v{width}f32",
@@ -238,9 +237,7 @@ def _emit_exp(builder, x):
     for coefficient in _EXP_POLY[1:]:
         p = _fma(builder, p, f, _const(width, coefficient))
     p = builder.fadd(_fma(builder, p, builder.fmul(f, f), f), _const(width, 1.0))
-    exponent = builder.shl(
-        builder.add(builder.fptosi(n, ir.VectorType(_I32, width)), _ints(width, 127)), _ints(width, 23)
-    )
+    exponent = builder.shl(builder.add(builder.fptosi(n, ir.VectorType(_I32, width)), _ints(width, 127)), _ints(width, 23))
     result = builder.fmul(p, builder.bitcast(exponent, x.type))
     # Far below the range the answer is exactly 0: a masked score (-inf) must weigh nothing.
     return builder.select(builder.fcmp_ordered("<", x, _const(width, _EXP_MIN)), _const(width, 0.0), result)

@@ -122,9 +122,7 @@ class Engine:
         assert config.block_size
         num_blocks = config.num_gpu_blocks_override or plan.num_blocks
         blocks = BlockManager(num_blocks, config.block_size)
-        scheduler = Scheduler(
-            blocks, max_num_seqs=self._max_num_seqs, max_num_batched_tokens=self._max_num_batched_tokens
-        )
+        scheduler = Scheduler(blocks, max_num_seqs=self._max_num_seqs, max_num_batched_tokens=self._max_num_batched_tokens)
         for request in self._in_order(requests):
             needed = blocks.blocks_for(request.max_kv_tokens)
             if needed > num_blocks:
@@ -173,9 +171,7 @@ class Engine:
             ordered.sort(key=lambda r: -(r.num_prompt_tokens + r.max_tokens))
         return ordered
 
-    def _run_step(
-        self, step: ScheduledStep, batch: PackedBatch, tables: BlockTableArray, stops: StopChecker
-    ) -> list[Sequence]:
+    def _run_step(self, step: ScheduledStep, batch: PackedBatch, tables: BlockTableArray, stops: StopChecker) -> list[Sequence]:
         """Run one batch and give each sampled row its token; return the rows that ended."""
         stats = self.stats
         begin = perf_counter()

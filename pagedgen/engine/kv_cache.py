@@ -26,9 +26,7 @@ class KVCache:
     ):
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.kv = torch.empty(
-            (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), dtype=dtype, device=device
-        )
+        self.kv = torch.empty((num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), dtype=dtype, device=device)
         # (key_cache, value_cache) of each layer, each (num_blocks, num_kv_heads, block_size, head_dim)
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for layer in range(num_layers):

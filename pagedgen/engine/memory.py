@@ -1,4 +1,4 @@
-"""How much memory there is: of the machine and its cgroup (Slurm sets one), or of a GPU; and what of it the KV pool may take."""
+"""How much memory there is, of the machine and its cgroup (Slurm sets one) or of a GPU, and what of it the pool may take."""
 
 from __future__ import annotations
 

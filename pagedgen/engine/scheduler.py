@@ -29,9 +29,7 @@ class ScheduledStep:
 class Scheduler:
     """Pick each step's rows under a token budget and the pool's free blocks."""
 
-    def __init__(
-        self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, watermark: float = 0.01
-    ):
+    def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, watermark: float = 0.01):
         """`watermark`: share of the pool kept free at admission, so that running rows can grow before anyone is preempted."""
         assert max_num_batched_tokens >= max_num_seqs
         self._blocks = block_manager

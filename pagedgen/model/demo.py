@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
@@ -46,8 +47,8 @@ def cache_path(name: str) -> Path:
     return cache_root() / "models" / name
 
 
-def fetch(name: str, *, force: bool = False) -> tuple[Path, bool]:
-    """Fetch a demo model unless it is cached; return (directory, whether it was fetched now).
+def fetch(name: str, *, force: bool = False) -> Path:
+    """Fetch a demo model unless it is cached; return its directory.
 
     The download is checked against its sha256, dequantized to bf16 safetensors in a temporary directory, and moved into place
     whole, so that an interrupted fetch leaves nothing behind that looks complete.
@@ -59,10 +60,10 @@ def fetch(name: str, *, force: bool = False) -> tuple[Path, bool]:
         raise ModelError(f"no demo model {name}; known are {', '.join(DEMO_MODELS)}")
     target = cache_path(name)
     if (target / "config.json").is_file() and not force:
-        return target, False
+        return target
     try:
-        import accelerate  # noqa: F401  transformers needs both to read a GGUF file
-        import gguf  # noqa: F401
+        for package in ("accelerate", "gguf"):  # transformers needs both to read a GGUF file
+            importlib.import_module(package)
     except ImportError as error:
         raise ModelError(f"unpacking {name} needs {error.name}; install it with: pip install 'pagedgen[demo]'") from error
     demo = DEMO_MODELS[name]
@@ -76,7 +77,7 @@ def fetch(name: str, *, force: bool = False) -> tuple[Path, bool]:
         if target.exists():
             shutil.rmtree(target)
         os.replace(unpacked, target)
-    return target, True
+    return target
 
 
 def _download(demo: DemoModel, work: Path) -> Path:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,9 +22,25 @@ from torch.overrides import TorchFunctionMode
 ROW_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 CANONICAL_ROWS = 64
 
-Product = Callable[[torch.Tensor], torch.Tensor]
 # (weight shape, dtype and kind; number of threads) -> row buckets that agree with the canonical call
 MeasuredBuckets = dict[Any, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ProductKind:
+    """One way to multiply by a weight: `prepare` it once (prepacking, or nothing), then `apply` rows to it."""
+
+    name: str
+    prepare: Callable[[torch.Tensor], torch.Tensor]
+    apply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+PLAIN = ProductKind("plain", lambda weight: weight, nn.functional.linear)
+PACKED = ProductKind(
+    "packed",
+    lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 128),
+    lambda rows, packed, bias: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], ""),
+)
 
 
 @contextmanager
@@ -35,13 +53,34 @@ def _threads(count: int):
         torch.set_num_threads(before)
 
 
-def agreeing_buckets(product: Product, in_features: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the row buckets whose bits, at the current number of threads, equal the canonical call's; maybe none."""
+def _cancelling_operands(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x (512, in_features) and weight (out_features, in_features) whose exact products sum to 0.
+
+    What a GEMM makes of them is rounding error alone, so another order of the sum shows in almost every element; with
+    ordinary data the rounding of the result to bf16 would hide it in all but a few of a hundred thousand.
+    """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(max(ROW_BUCKETS), in_features, generator=generator).to(dtype)
+    half = in_features // 2
+    shuffled = torch.randperm(half, generator=generator)
+    x = torch.zeros(max(ROW_BUCKETS), in_features, dtype=dtype)
+    weight = torch.zeros(out_features, in_features, dtype=dtype)
+    a = torch.randn(max(ROW_BUCKETS), half, generator=generator).to(dtype)
+    b = torch.randn(out_features, half, generator=generator).to(dtype)
+    x[:, :half], x[:, half : 2 * half] = a, a[:, shuffled]
+    weight[:, :half], weight[:, half : 2 * half] = b, -b[:, shuffled]
+    return x, weight
+
+
+def agreeing_buckets(
+    kind: ProductKind, out_features: int, in_features: int, dtype: torch.dtype, *, has_bias: bool = False
+) -> tuple[int, ...]:
+    """Return the row buckets whose bits, at the current number of threads, equal the canonical call's; maybe none."""
+    x, weight = _cancelling_operands(out_features, in_features, dtype)
+    operand = kind.prepare(weight)
+    bias = torch.zeros(out_features, dtype=dtype) if has_bias else None
     with _threads(1):
-        want = torch.cat([product(part) for part in x.split(CANONICAL_ROWS)])
-    return tuple(rows for rows in ROW_BUCKETS if torch.equal(product(x[:rows]), want[:rows]))
+        want = torch.cat([kind.apply(part, operand, bias) for part in x.split(CANONICAL_ROWS)])
+    return tuple(rows for rows in ROW_BUCKETS if torch.equal(kind.apply(x[:rows], operand, bias), want[:rows]))
 
 
 def split_rows(num_rows: int, buckets: tuple[int, ...]) -> list[int]:
@@ -55,46 +94,59 @@ def split_rows(num_rows: int, buckets: tuple[int, ...]) -> list[int]:
 
 
 class RowInvariantProduct:
-    """Call a product x @ W^T (+ bias) in agreeing buckets. Weights of one shape share what was measured."""
+    """Products x @ weight^T (+ bias) in agreeing buckets; weights of one shape, dtype and kind share what was measured."""
 
-    def __init__(self, measured: MeasuredBuckets):
-        self._measured = measured
+    def __init__(self) -> None:
+        self.measured: MeasuredBuckets = {}
 
-    def __call__(self, product: Product, key: Any, x: torch.Tensor, out_features: int) -> torch.Tensor:
-        """Return product(x) for x (..., in_features), with rows independent of each other."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        key = (key, torch.get_num_threads())
-        buckets = self._measured.get(key)
+    def __call__(
+        self,
+        kind: ProductKind,
+        x: torch.Tensor,
+        operand: torch.Tensor,
+        shape: tuple[int, int],
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the product of x (..., in_features) with a prepared weight of `shape`, each row independent of the others."""
+        rows = x.reshape(-1, shape[1])
+        if not rows.is_contiguous():
+            rows = rows.contiguous()
+        key = (shape, x.dtype, kind.name, bias is not None, torch.get_num_threads())
+        buckets = self.measured.get(key)
         if buckets is None:
-            buckets = self._measured[key] = agreeing_buckets(product, x.shape[-1], x.dtype)
-        if not buckets:  # no size agrees on this many threads: run as the canonical call does
+            buckets = agreeing_buckets(kind, *shape, x.dtype, has_bias=bias is not None)
+            self.measured[key] = buckets
+        if buckets:
+            out = _in_buckets(kind, rows, operand, shape[0], bias, buckets)
+        else:  # no size agrees on this many threads: run as the canonical call does
             with _threads(1):
-                out = self._in_buckets(product, rows, out_features, (CANONICAL_ROWS,))
+                out = _in_buckets(kind, rows, operand, shape[0], bias, (CANONICAL_ROWS,))
+        return out.reshape(*x.shape[:-1], shape[0])
+
+
+def _in_buckets(
+    kind: ProductKind,
+    rows: torch.Tensor,
+    operand: torch.Tensor,
+    out_features: int,
+    bias: torch.Tensor | None,
+    buckets: tuple[int, ...],
+) -> torch.Tensor:
+    num_rows = rows.shape[0]
+    if num_rows in buckets:
+        return kind.apply(rows, operand, bias)
+    out = rows.new_empty(num_rows, out_features)
+    at = 0
+    for size in split_rows(num_rows, buckets):
+        part = rows[at : at + size]
+        if part.shape[0] < size:
+            filled = rows.new_zeros(size, rows.shape[1])
+            filled[: part.shape[0]] = part
+            out[at:] = kind.apply(filled, operand, bias)[: part.shape[0]]
         else:
-            out = self._in_buckets(product, rows, out_features, buckets)
-        return out.reshape(*x.shape[:-1], out_features)
-
-    @staticmethod
-    def _in_buckets(product: Product, rows: torch.Tensor, out_features: int, buckets: tuple[int, ...]) -> torch.Tensor:
-        num_rows = rows.shape[0]
-        if num_rows in buckets:
-            return product(rows)
-        out = rows.new_empty(num_rows, out_features)
-        at = 0
-        for size in split_rows(num_rows, buckets):
-            part = rows[at : at + size]
-            if part.shape[0] < size:
-                filled = rows.new_zeros(size, rows.shape[1])
-                filled[: part.shape[0]] = part
-                out[at:] = product(filled)[: part.shape[0]]
-            else:
-                out[at : at + size] = product(part)
-            at += size
-        return out
-
-
-def _can_prepack() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+            out[at : at + size] = kind.apply(part, operand, bias)
+        at += size
+    return out
 
 
 class RowInvariantLinear(nn.Module):
@@ -103,28 +155,28 @@ class RowInvariantLinear(nn.Module):
     def __init__(self, linear: nn.Linear, invariant: RowInvariantProduct):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._shape = (linear.out_features, linear.in_features)
         self._invariant = invariant
-        weight, self.bias = linear.weight.detach(), linear.bias
-        kind = "plain"
-        if _can_prepack() and weight.dtype in (torch.float32, torch.bfloat16):
-            try:
-                packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 128)
-                kind, weight = "packed", packed
-            except RuntimeError:  # this CPU has no oneDNN kernel for the dtype
-                kind = "plain"
+        self.bias = linear.bias
+        weight = linear.weight.detach()
+        self._kind = PACKED if _can_prepack(weight.dtype) else PLAIN
         # Not registered as a parameter: an opaque oneDNN layout has no strides that nn.Module could handle.
-        self._weight = (weight,)
-        self._key = (self.out_features, self.in_features, self.bias is not None, linear.weight.dtype, kind)
-        self._product = self._packed if kind == "packed" else self._plain
-
-    def _packed(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight[0], self.bias, "none", [], "")
-
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self._weight[0], self.bias)
+        self._operand = (self._kind.prepare(weight),)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._invariant(self._product, self._key, x, self.out_features)
+        return self._invariant(self._kind, x, self._operand[0], self._shape, self.bias)
+
+
+@lru_cache
+def _can_prepack(dtype: torch.dtype) -> bool:
+    """True where oneDNN has a kernel for the dtype on this CPU and torch lets us call it with a packed weight."""
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        PACKED.apply(torch.zeros(16, 16, dtype=dtype), PACKED.prepare(torch.zeros(16, 16, dtype=dtype)), None)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 class _InvariantMode(TorchFunctionMode):
@@ -138,26 +190,35 @@ class _InvariantMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.linear and args[1].ndim == 2 and not kwargs:
             x, weight = args[0], args[1]
-            bias = args[2] if len(args) > 2 else None
-            return self._run(lambda rows: func(rows, weight, bias), x, weight, weight.shape[0], "linear")
+            return self._run(PLAIN, x, weight, tuple(weight.shape), args[2] if len(args) > 2 else None)
         if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__) and args[1].ndim == 2:
             x, weight = args
-            return self._run(lambda rows: func(rows, weight), x, weight, weight.shape[1], "matmul")
+            return self._run(_TRANSPOSED, x, weight, (weight.shape[1], weight.shape[0]), None)
         if func is torch.addmm and not kwargs:  # GPT-2's Conv1D
             bias, x, weight = args
-            return self._run(lambda rows: func(bias, rows, weight), x, weight, weight.shape[1], "addmm")
+            return self._run(_TRANSPOSED, x, weight, (weight.shape[1], weight.shape[0]), bias)
         return func(*args, **kwargs)
 
-    def _run(self, product: Product, x: torch.Tensor, weight: torch.Tensor, out_features: int, kind: str):
+    def _run(self, kind, x, weight, shape, bias):
         if x.numel() == 0:
-            return product(x)
-        return self._invariant(product, (tuple(weight.shape), weight.stride(), x.dtype, kind), x, out_features)
+            return kind.apply(x, weight, bias)
+        return self._invariant(kind, x, weight, shape, bias)
+
+
+# A weight stored (in_features, out_features).
+_TRANSPOSED = ProductKind(
+    "transposed",
+    lambda weight: weight.t().contiguous(),
+    lambda rows, weight, bias: rows @ weight if bias is None else torch.addmm(bias, rows, weight),
+)
 
 
 def make_row_invariant(model: nn.Module) -> MeasuredBuckets:
-    """Replace every `nn.Linear` and wrap every other module that owns weight matrices; return what will be measured."""
-    measured: MeasuredBuckets = {}
-    invariant = RowInvariantProduct(measured)
+    """Replace every `nn.Linear` and wrap every other module that owns weight matrices.
+
+    Returns the dict in which the buckets of each shape appear once it has been run.
+    """
+    invariant = RowInvariantProduct()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
@@ -167,7 +228,7 @@ def make_row_invariant(model: nn.Module) -> MeasuredBuckets:
             continue
         if any(p.ndim >= 2 for p in module.parameters(recurse=False)):
             _wrap_forward(module, _InvariantMode(invariant))
-    return measured
+    return invariant.measured
 
 
 def _wrap_forward(module: nn.Module, mode: TorchFunctionMode) -> None:
@@ -177,4 +238,4 @@ def _wrap_forward(module: nn.Module, mode: TorchFunctionMode) -> None:
         with mode:
             return forward(*args, **kwargs)
 
-    module.forward = wrapped  # type: ignore[method-assign]
+    module.forward = wrapped

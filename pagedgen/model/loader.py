@@ -80,6 +80,10 @@ def _from_hub(files: ModelFiles, what: str, load: Any) -> Any:
     try:
         return load()
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{files.name} comes with its own code; pass --trust-remote-code to run it if you trust it"
+            ) from error
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         offline = "; HF_HUB_OFFLINE is set, so only cached models can be used" if _offline(files) else ""
         raise ModelError(f"can't load the {what} of {files.name}: {first}{offline}") from error
@@ -118,7 +122,7 @@ def load_eos_token_ids(files: ModelFiles, config: Any, tokenizer: Any) -> tuple[
     found: set[int] = set()
     sources = [config.get_text_config(), tokenizer]
     try:
-        sources.append(GenerationConfig.from_pretrained(files.path, revision=files.revision))
+        sources.append(GenerationConfig.from_pretrained(files.path, revision=files.revision or "main"))
     except OSError:
         pass  # a model without generation_config.json
     for source in sources:
@@ -169,14 +173,15 @@ def _check_family(files: ModelFiles, config: Any) -> type:
     if files.trust_remote_code and "AutoModelForCausalLM" in auto_map:
         cls = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], files.path, revision=files.revision)
     elif type(config) in AutoModelForCausalLM._model_mapping:
-        cls = AutoModelForCausalLM._model_mapping[type(config)]
+        mapped: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        cls = mapped[0] if isinstance(mapped, (list, tuple)) else mapped
     else:
         raise ModelError(f"{files.name} ({kind}) has no causal language model in transformers")
-    if isinstance(cls, (list, tuple)):
-        cls = cls[0]
     source = inspect.getsource(sys.modules[cls.__module__])
     if not getattr(cls, "_supports_attention_backend", False) or "ALL_ATTENTION_FUNCTIONS" not in source:
-        raise ModelError(f"{files.name} ({kind}): its modelling code has its own attention that can't be replaced by a paged one")
+        raise ModelError(
+            f"{files.name} ({kind}): its modelling code has its own attention that can't be replaced by a paged one"
+        )
     return cls
 
 

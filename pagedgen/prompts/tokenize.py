@@ -56,10 +56,9 @@ class PromptTokenizer:
         """Drop an EOS that the tokenizer put at the end of a prompt: the answer would begin after its own end."""
         eos = getattr(self._tokenizer, "eos_token_id", None)
         eos_text = getattr(self._tokenizer, "eos_token", None)
-        if added and ids and ids[-1] == eos and not (eos_text and text.endswith(eos_text)):
-            # A BOS that is the same token stands alone for an empty prompt and stays.
-            if len(ids) > 1 or eos != getattr(self._tokenizer, "bos_token_id", None):
-                ids.pop()
+        is_only_bos = len(ids) == 1 and eos == getattr(self._tokenizer, "bos_token_id", None)
+        if added and ids and ids[-1] == eos and not is_only_bos and not (eos_text and text.endswith(eos_text)):
+            ids.pop()
         return ids
 
     def _checked(self, ids: list[int]) -> list[int] | RowError:

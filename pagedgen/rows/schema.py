@@ -129,7 +129,9 @@ def _has_no_members(arrow_type: Any) -> bool:
     import pyarrow as pa
 
     if pa.types.is_struct(arrow_type):
-        return arrow_type.num_fields == 0 or any(_has_no_members(arrow_type.field(i).type) for i in range(arrow_type.num_fields))
+        return arrow_type.num_fields == 0 or any(
+            _has_no_members(arrow_type.field(i).type) for i in range(arrow_type.num_fields)
+        )
     if pa.types.is_list(arrow_type):
         return _has_no_members(arrow_type.value_type)
     return False

@@ -88,12 +88,17 @@ def write_results(
     """Write finished rows, already in input order.
 
     Raises:
-        OutputError: the file can't be written; BrokenPipeError passes when a reader of stdout has gone.
+        OutputError: the file can't be written, or the reader of stdout has gone.
     """
     if output == "-":
-        for result in results:
-            sys.stdout.buffer.write(json_line(schema.to_dict(result)))
-        sys.stdout.buffer.flush()
+        try:
+            for result in results:
+                sys.stdout.buffer.write(json_line(schema.to_dict(result)))
+            sys.stdout.buffer.flush()
+        except BrokenPipeError as error:
+            # What is still buffered has no reader; without this Python would complain once more when it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise OutputError("stdout was closed before all rows were written") from error
         return
     with atomic_file(Path(output)) as file:
         if output_format == "jsonl":
@@ -104,7 +109,11 @@ def write_results(
 
 
 def _write_parquet(
-    file: IO[bytes], rows: list[dict[str, Any]], schema: OutputSchema, input_types: dict[str, Any], id_column: str | None
+    file: IO[bytes],
+    rows: list[dict[str, Any]],
+    schema: OutputSchema,
+    input_types: dict[str, Any],
+    id_column: str | None,
 ) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -27,9 +27,7 @@ class IncrementalDetokenizer:
 
     def feed(self, token_ids: list[int]) -> str:
         """Return the text that became certain; `token_ids` is the whole completion so far."""
-        known = decode(
-            self._tokenizer, token_ids[self._window_start : self._read_end], skip_special_tokens=self._skip
-        )
+        known = decode(self._tokenizer, token_ids[self._window_start : self._read_end], skip_special_tokens=self._skip)
         grown = decode(self._tokenizer, token_ids[self._window_start :], skip_special_tokens=self._skip)
         if len(grown) <= len(known) or grown.endswith(_REPLACEMENT):
             return ""

@@ -29,9 +29,9 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 def uniforms(seeds: np.ndarray, rows: np.ndarray, samples: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return one number in [0, 1) for each (seed, row, sample, position); seeds uint64, the others non-negative integers."""
     seeds, rows = seeds.astype(np.uint64), rows.astype(np.uint64)
-    counter = np.stack(
-        [positions.astype(np.uint64), samples.astype(np.uint64), rows & _LOW, rows >> _SHIFT], axis=1
-    ).astype(np.uint32)
+    counter = np.stack([positions.astype(np.uint64), samples.astype(np.uint64), rows & _LOW, rows >> _SHIFT], axis=1).astype(
+        np.uint32
+    )
     key = np.stack([seeds & _LOW, seeds >> _SHIFT], axis=1).astype(np.uint32)
     bits = philox4x32(counter, key).astype(np.uint64)
     return ((bits[:, 0] << np.uint64(21)) | (bits[:, 1] >> np.uint64(11))).astype(np.float64) * 2.0**-53

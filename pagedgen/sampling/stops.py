@@ -86,7 +86,5 @@ class StopChecker:
             ids = sequence.generated_token_ids
             if reason == "stop":
                 ids = ids[:-1]  # the closing EOS or stop token is in the ids, not in the text
-            sequence.text = decode(
-                self._tokenizer, ids, skip_special_tokens=sequence.request.params.skip_special_tokens
-            )
+            sequence.text = decode(self._tokenizer, ids, skip_special_tokens=sequence.request.params.skip_special_tokens)
         return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numba
 import pytest
 import torch
-
 from pagedgen.kernels.api import load_backend
 
 reference = load_backend("reference")
@@ -166,9 +165,7 @@ def test_offsets_pass_two_to_the_31_elements(make_case):
     pool = torch.empty(9 * stride, dtype=torch.bfloat16)
     key_cache = pool.as_strided((9, 1, block_size, head_dim), (stride, 0, 1, block_size))
     value_cache = pool.as_strided((9, 1, block_size, head_dim), (stride, 0, head_dim, 1), block_size * head_dim)
-    case = make_case(
-        [50], [50], num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16
-    )
+    case = make_case([50], [50], num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16)
     want = prefill(reference, case)
     moved = torch.tensor([[8, 6, 7, 5]], dtype=torch.int32)
     for old, new in zip(case.block_tables[0, :4].tolist(), moved[0].tolist(), strict=True):

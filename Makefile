@@ -1,0 +1,51 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both make the same .venv and are fast the second time.
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+SOURCES := pyproject.toml Makefile
+
+.PHONY: demo test test-fast nightly lint bench clean
+
+.venv/base: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	# torch first and pinned: a bare requirement would pull several GB of CUDA where no GPU is.
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --editable '.[demo]'
+	touch $@
+
+.venv/test: .venv/base
+	$(BIN)/pip install --quiet --editable '.[test]'
+	touch $@
+
+.venv/model: .venv/base
+	$(BIN)/pagedgen model get smollm2-135m
+	touch $@
+
+demo: .venv/model
+	mkdir -p out
+	$(BIN)/pagedgen run smollm2-135m data/ifeval_sample.jsonl --max-tokens 64 -o out/demo.jsonl --overwrite
+
+# Everything, as CI runs it: linters, types, then the whole suite.
+test: .venv/test .venv/model lint
+	$(BIN)/pytest -q --durations=15
+
+# Without the slowest sweeps over model families.
+test-fast: .venv/test
+	$(BIN)/pytest -q -m "not slow and not demo"
+
+nightly: .venv/test .venv/model
+	PAGEDGEN_PROFILE=nightly $(BIN)/pytest -q --durations=15
+
+# Types are checked on a normal install: mypy can't follow an editable one.
+lint: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/types && $(BIN)/pip install --quiet --no-deps --target build/types .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml
+
+bench: .venv/test
+	$(BIN)/python recipes/benchmarks/kernels.py
+
+clean:
+	rm -rf .venv build out *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Run configurations, sbatch files and benchmarks that come with pagedgen."""

@@ -1,0 +1,1 @@
+"""Committed measurements: each prints one JSON line a case."""

@@ -1,0 +1,200 @@
+"""Block manager, scheduler and packing on their own: random lives of rows against a naive model, no torch involved."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedgen.engine.batch import BlockTableArray, build_batch
+from pagedgen.engine.block_manager import BlockManager
+from pagedgen.engine.scheduler import ScheduledStep, Scheduler
+from pagedgen.request import Request, Sequence
+from pagedgen.sampling_params import SamplingParams
+
+EXAMPLES = 2000 if os.environ.get("PAGEDGEN_PROFILE") == "nightly" else 150
+
+
+def sequence(row, prompt_len, max_tokens):
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence(Request(row, list(range(1000 * row, 1000 * row + prompt_len)), params, max_tokens, frozenset(), 0))
+
+
+def test_reserve_is_all_or_nothing_and_release_returns_everything():
+    blocks = BlockManager(4, 4)
+    a, b = sequence(0, 9, 1), sequence(1, 9, 1)
+    assert blocks.reserve(a, 9)
+    assert len(a.block_table) == 3
+    assert not blocks.reserve(b, 5)
+    assert b.block_table == []
+    assert blocks.reserve(b, 4)
+    assert not blocks.reserve(a, 13)
+    assert blocks.reserve(a, 12)
+    blocks.audit([a, b])
+    blocks.release(a)
+    blocks.release(b)
+    blocks.audit([])
+    assert blocks.num_free_blocks == 4
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9])
+def test_a_full_last_block_holds_block_size_tokens(length):
+    blocks = BlockManager(8, 4)
+    row = sequence(0, length, 1)
+    assert blocks.reserve(row, length)
+    assert len(row.block_table) == (length + 3) // 4
+    assert (blocks.blocks_missing(row, length + 1) == 1) == (length % 4 == 0)
+
+
+def test_warm_blocks_are_used_again_first():
+    blocks = BlockManager(8, 4)
+    row = sequence(0, 8, 1)
+    blocks.reserve(row, 8)
+    used = list(row.block_table)
+    blocks.release(row)
+    blocks.reserve(row, 8)
+    assert row.block_table == used
+
+
+@pytest.mark.parametrize("damage", ["leak", "double", "count"])
+def test_audit_finds_damage(damage):
+    blocks = BlockManager(4, 4)
+    row = sequence(0, 8, 1)
+    blocks.reserve(row, 8)
+    if damage == "leak":
+        row.block_table.pop()
+    elif damage == "double":
+        blocks._free.append(row.block_table[0])
+    else:
+        blocks._ref_counts[row.block_table[0]] += 1
+    with pytest.raises(AssertionError, match="block"):
+        blocks.audit([row])
+
+
+rows_strategy = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=25)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    rows=rows_strategy,
+    block_size=st.sampled_from([4, 8, 16]),
+    spare_blocks=st.integers(0, 12),
+    max_num_seqs=st.integers(1, 8),
+    extra_budget=st.integers(0, 30),
+    data=st.data(),
+)
+def test_every_row_ends_whatever_the_pool(rows, block_size, spare_blocks, max_num_seqs, extra_budget, data):
+    """Random rows that may end early, through pools down to the largest row: all end, in bounded steps, no block is lost.
+
+    A naive pool of tokens stands beside: each step's slots get the step's token ids, and every row must find its own tokens
+    in the slots of its table.
+    """
+    largest = max(-(-(p + m - 1) // block_size) for p, m in rows)
+    blocks = BlockManager(largest + spare_blocks, block_size)
+    budget = max_num_seqs + extra_budget
+    scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    pool = np.full(blocks.num_blocks * block_size, -1)
+    tables = BlockTableArray(max_num_seqs, width=1)
+    for row, (prompt_len, max_tokens) in enumerate(rows):
+        scheduler.add(sequence(row, prompt_len, max_tokens))
+    finished = []
+    oldest_progress = {}
+    for step_number in range(20_000):
+        if not scheduler.has_unfinished:
+            break
+        step = scheduler.schedule()
+        tables.update(scheduler.running)
+        batch = build_batch(step, tables, block_size)
+        assert batch.num_tokens <= budget
+        assert len(scheduler.running) <= max_num_seqs
+        assert step.num_scheduled_tokens[: step.num_decodes] == [1] * step.num_decodes
+        oldest = scheduler.running[0]
+        assert oldest in step.sequences, "the oldest row must progress in every step"
+        oldest_progress[step_number] = oldest.request.row_index
+        pool[batch.slot_mapping] = batch.input_ids
+        for s, count in zip(step.sequences, step.num_scheduled_tokens, strict=True):
+            s.num_computed_tokens += count
+        blocks.audit(scheduler.running)
+        for s in scheduler.running:
+            slots = [b * block_size + o for b in s.block_table for o in range(block_size)][: s.num_computed_tokens]
+            assert pool[slots].tolist() == s.token_ids[: s.num_computed_tokens]
+        for i in batch.sample_rows:
+            s = step.sequences[i]
+            s.token_ids.append(1000 * s.request.row_index + len(s.token_ids))
+            if s.num_generated_tokens == s.request.max_tokens or data.draw(st.integers(0, 9)) == 0:
+                scheduler.finish(s)
+                finished.append(s.request.row_index)
+    assert sorted(finished) == list(range(len(rows)))
+    assert blocks.num_used_blocks == 0
+    blocks.audit([])
+
+
+def test_oldest_row_keeps_its_blocks_under_pressure():
+    blocks = BlockManager(4, 4)
+    scheduler = Scheduler(blocks, max_num_seqs=4, max_num_batched_tokens=64)
+    rows = [sequence(i, 7, 9) for i in range(2)]
+    for row in rows:
+        scheduler.add(row)
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        for s, n in zip(step.sequences, step.num_scheduled_tokens, strict=True):
+            s.num_computed_tokens += n
+            if s.num_uncomputed_tokens == 0:
+                s.token_ids.append(0)
+                if s.num_generated_tokens == 9:
+                    scheduler.finish(s)
+    assert rows[0].num_preemptions == 0
+    assert rows[1].num_preemptions > 0
+
+
+def test_batch_layout_of_a_mixed_step():
+    """Two decodes and a prefill chunk, packed back to back; only rows whose last token is in the step are sampled."""
+    blocks = BlockManager(16, 4)
+    a, b, c = sequence(0, 5, 9), sequence(1, 4, 9), sequence(2, 10, 9)
+    for row, computed in ((a, 5), (b, 4), (c, 2)):
+        row.token_ids += [77] if row is not c else []
+        row.num_computed_tokens = computed
+        blocks.reserve(row, {0: 6, 1: 5, 2: 8}[row.request.row_index])
+    tables = BlockTableArray(3)
+    tables.update([a, b, c])
+    batch = build_batch(ScheduledStep([a, b, c], [1, 1, 6], 2), tables, 4)
+    assert batch.input_ids.tolist() == [77, 77, 2002, 2003, 2004, 2005, 2006, 2007]
+    assert batch.positions.tolist() == [5, 4, 2, 3, 4, 5, 6, 7]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 8]
+    assert batch.seq_lens_kv.tolist() == [6, 5, 8]
+    assert batch.sample_rows.tolist() == [0, 1]
+    assert batch.sample_positions.tolist() == [0, 1]
+    assert batch.slot_mapping.tolist() == [a.block_table[1] * 4 + 1, b.block_table[1] * 4] + [
+        c.block_table[p // 4] * 4 + p % 4 for p in range(2, 8)
+    ]
+
+
+def test_tables_keep_rows_and_copy_only_what_changed():
+    blocks = BlockManager(64, 4)
+    tables = BlockTableArray(4, width=2)
+    rows = [sequence(i, 4, 99) for i in range(3)]
+    for row in rows:
+        blocks.reserve(row, 4)
+    tables.update(rows)
+    places = [row.table_row for row in rows]
+    assert sorted(tables.take_changed_rows()) == sorted(places)
+    tables.update(rows)
+    assert len(tables.take_changed_rows()) == 0
+    blocks.reserve(rows[1], 40)  # past the width: the array doubles until it fits
+    tables.update(rows)
+    assert tables.take_changed_rows().tolist() == [places[1]]
+    assert tables.array.shape[1] == 16
+    assert tables.array[places[1], :10].tolist() == rows[1].block_table
+    blocks.release(rows[0])
+    newcomer = sequence(9, 4, 9)
+    blocks.reserve(newcomer, 4)
+    tables.update([rows[1], rows[2], newcomer])
+    assert [rows[1].table_row, rows[2].table_row] == places[1:]
+    assert newcomer.table_row not in places[1:]
+    for row in (rows[1], rows[2], newcomer):
+        n = len(row.block_table)
+        assert tables.array[row.table_row, :n].tolist() == row.block_table
+        assert (tables.array[row.table_row, n:] == -1).all()

@@ -1,0 +1,116 @@
+"""The engine's counters, limits and edges on a tiny model; the golden chats on the demo model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagedgen.errors import RowError
+from pagedgen.sampling_params import SamplingParams
+
+GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden" / "chat_fp32.jsonl"
+
+
+def test_counters_add_up(tiny_model, engine_run, make_prompts):
+    run = engine_run(tiny_model("llama"), block_size=4, num_gpu_blocks_override=24)
+    prompts = make_prompts([20] * 12)
+    done = run.sequences(prompts, SamplingParams(max_tokens=30, ignore_eos=True))
+    stats = run.stats
+    assert stats.generated_tokens == sum(s.num_generated_tokens for s in done.values()) == 360
+    assert stats.preemptions == sum(s.num_preemptions for s in done.values()) > 0
+    # Every token but each row's last is computed once, and again as often as it was dropped.
+    assert stats.computed_tokens == 12 * (20 + 29) + stats.recomputed_tokens
+    blocks = stats.blocks.to_dict()
+    assert blocks["total"] == 24
+    assert blocks["peak"] <= 24
+    assert 0.8 < blocks["mean_utilization"] <= 1
+    assert 0.8 < blocks["slot_utilization"] <= 1
+    assert blocks["last_block_waste"] == pytest.approx(1 - blocks["slot_utilization"])
+    assert 5 <= blocks["mean_table_length"] <= 13
+    assert blocks["series"][0]["step"] == 0
+    assert stats.num_steps == stats.blocks.num_steps
+
+
+def test_context_limit_is_exact(tiny_model, engine_run, make_prompts):
+    """Prompt plus completion fill the context and no more; a prompt that fills it alone is a row error."""
+    run = engine_run(tiny_model("llama", max_position_embeddings=64))
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    done = run.sequences(make_prompts([62, 63, 1]), params)
+    assert [done[i].num_generated_tokens for i in range(3)] == [2, 1, 63]
+    assert {s.finish_reason for s in done.values()} == {"length"}
+    for length in (64, 65):
+        with pytest.raises(RowError, match=f"{length} tokens; max_model_len 64"):
+            run.engine.opened.make_request(0, [9] * length, params)
+
+
+def test_a_row_larger_than_the_pool_is_told_and_the_rest_runs(tiny_model, engine_run, make_prompts):
+    run = engine_run(tiny_model("llama"), block_size=4, num_gpu_blocks_override=16)
+    prompts = make_prompts([20, 70, 40, 20])
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (10, 10, 100, 10)]
+    done = run.sequences(prompts, params)
+    assert [getattr(d, "code", "fine") for _, d in sorted(done.items())] == [
+        "fine",
+        "kv_pool_too_small",
+        "kv_pool_too_small",
+        "fine",
+    ]
+    assert "needs 20 blocks" in done[1].message
+    assert "the pool has 16" in done[1].message
+
+
+def test_many_rows_of_every_ending_leave_no_block(tiny_model, engine_run, make_prompts):
+    """2,000 rows that end by EOS, stop token, stop string and length through 64 blocks; none is left used."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    run = engine_run(tiny_model("llama"), block_size=4, num_gpu_blocks_override=64, audit=False)
+    prompts = make_prompts(rng.integers(5, 61, size=2000))
+    kinds = [
+        SamplingParams(max_tokens=6, temperature=1.0),
+        SamplingParams(max_tokens=12, temperature=1.5, stop_token_ids=tuple(range(7, 60))),
+        SamplingParams(max_tokens=12, temperature=1.5, stop=tuple("abcdefgh")),
+        SamplingParams(max_tokens=1),
+    ]
+    done = run.sequences(prompts, [kinds[i % 4] for i in range(2000)])
+    reasons = {(s.finish_reason, type(s.stop_reason).__name__) for s in done.values()}
+    assert reasons >= {("length", "NoneType"), ("stop", "int"), ("stop", "str")}
+    assert run.stats.blocks.peak <= 64
+
+
+def test_seeded_samples_do_not_depend_on_company(tiny_model, engine_run, make_prompts):
+    """Same (seed, row): same tokens alone, in a crowd, in another order, preempted; other row or seed: other tokens."""
+    model = tiny_model("llama")
+    prompt = make_prompts([9])[0]
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    want = engine_run(model).answer([prompt] * 8, params)
+    assert len({tuple(ids) for ids in want.values()}) == 8
+    pressed = engine_run(model, block_size=4, num_gpu_blocks_override=12)
+    assert pressed.answer([prompt] * 8, params, list(range(7, -1, -1))) == want
+    assert pressed.stats.preemptions > 0
+    assert engine_run(model).answer([prompt], params, [5])[5] == want[5]
+    assert engine_run(model, seed=1).answer([prompt] * 8, params) != want
+
+
+@pytest.mark.demo
+@pytest.mark.skipif(not GOLDEN.is_file(), reason="the golden outputs are not beside this checkout")
+@pytest.mark.parametrize(
+    ("num_rows", "settings"),
+    [(48, {}), (12, {"block_size": 16, "max_num_batched_tokens": 96, "num_gpu_blocks_override": 60})],
+)
+def test_golden_chats(demo_model, engine_run, num_rows, settings):
+    """Chats in fp32: every token of what transformers gives."""
+    rows = [json.loads(line) for line in GOLDEN.read_text().splitlines()][:num_rows]
+    run = engine_run(demo_model, **settings)
+    tokenizer = run.engine.opened.tokenizer
+    from pagedgen.prompts.render import PromptRenderer
+    from pagedgen.prompts.tokenize import PromptTokenizer
+
+    renderer = PromptRenderer(tokenizer)
+    prompts = PromptTokenizer(tokenizer, 49152).tokenize([renderer.render(row) for row in rows])
+    assert prompts == [row["prompt_token_ids"] for row in rows]
+    got = run.answer(prompts, SamplingParams(max_tokens=256))
+    different = [row["id"] for i, row in enumerate(rows) if got[i] != row["token_ids"]]
+    assert not different
+    assert (run.stats.preemptions > 0) == bool(settings)

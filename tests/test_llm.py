@@ -1,0 +1,64 @@
+"""The library in vLLM's shapes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedgen import LLM, SamplingParams, UsageError
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    return LLM(str(tiny_model()), dtype="float32", audit=True)
+
+
+def test_generate_answers_in_order(llm):
+    outputs = llm.generate(["a", "bb", "ccc"], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert [o.prompt for o in outputs] == ["a", "bb", "ccc"]
+    assert [o.request_id for o in outputs] == ["0", "1", "2"]
+    for output in outputs:
+        (completion,) = output.outputs
+        assert output.finished
+        assert len(completion.token_ids) == 4
+        assert completion.finish_reason == "length"
+        assert completion.text == llm.get_tokenizer().decode(completion.token_ids, skip_special_tokens=True)
+    assert llm.stats.generated_tokens == 12
+
+
+def test_one_prompt_dicts_and_token_ids(llm):
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    ids = llm.get_tokenizer()("hey")["input_ids"]
+    answers = [
+        llm.generate(p, params, use_tqdm=False)[0].outputs[0].token_ids
+        for p in ("hey", {"prompt": "hey"}, [{"prompt_token_ids": ids}])
+    ]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_params_for_each_prompt(llm):
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 0, 3)]
+    outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 0, 3]
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        llm.generate(["a"], params[:2])
+
+
+def test_a_bad_prompt_does_not_cost_the_others(llm):
+    outputs = llm.generate(["", "fine", {"prompt": 5}], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert [o.error_code for o in outputs] == ["empty_prompt", None, "not_text"]
+    assert outputs[0].outputs == []
+
+
+def test_chat_one_and_many(llm):
+    message = [{"role": "user", "content": "hi"}]
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    one = llm.chat(message, params, use_tqdm=False)
+    many = llm.chat([message, message], params, use_tqdm=True)
+    assert len(one) == 1
+    assert [o.outputs[0].token_ids for o in many] == [one[0].outputs[0].token_ids] * 2
+    assert one[0].prompt == "<|user|>hi<|end|><|assistant|>"
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(UsageError, match="blok_size"):
+        LLM("m", blok_size=16)
