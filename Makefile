@@ -24,7 +24,7 @@ SOURCES := pyproject.toml Makefile
 
 demo: .venv/model
 	mkdir -p out
-	$(BIN)/pagedgen run smollm2-135m data/ifeval_sample.jsonl --max-tokens 64 -o out/demo.jsonl --overwrite
+	$(BIN)/pagedgen run smollm2-135m data/chat_sample.jsonl --max-tokens 128 -o out/demo.jsonl --overwrite
 
 # Everything, as CI runs it: linters, types, then the whole suite.
 test: .venv/test .venv/model lint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -53,18 +54,18 @@ Dtype = Annotated[
 ]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option(help="Longest prompt plus completion, in tokens. [default: the model's]", rich_help_panel=MODEL),
+    typer.Option(help="Longest prompt plus completion, in tokens. (default: the model's)", rich_help_panel=MODEL),
 ]
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=RUNTIME)]
 BlockSize = Annotated[
-    int | None, typer.Option(help="Tokens in a KV block. [default: 16 on GPU, 32 on CPU]", rich_help_panel=RUNTIME)
+    int | None, typer.Option(help="Tokens in a KV block. (default: 16 on GPU, 32 on CPU)", rich_help_panel=RUNTIME)
 ]
 MaxNumSeqs = Annotated[
-    int | None, typer.Option(help="Most rows in flight. [default: 256 on GPU, 128 on CPU]", rich_help_panel=RUNTIME)
+    int | None, typer.Option(help="Most rows in flight. (default: 256 on GPU, 128 on CPU)", rich_help_panel=RUNTIME)
 ]
 MaxNumBatchedTokens = Annotated[
-    int | None, typer.Option(help="Most tokens in a step. [default: 8192 on GPU, 1024 on CPU]", rich_help_panel=RUNTIME)
+    int | None, typer.Option(help="Most tokens in a step. (default: 8192 on GPU, 1024 on CPU)", rich_help_panel=RUNTIME)
 ]
 GpuMemoryUtilization = Annotated[
     float, typer.Option(help="Share of the device's total memory to use, weights included.", rich_help_panel=RUNTIME)
@@ -84,7 +85,39 @@ NumGpuBlocksOverride = Annotated[
 ]
 
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Most tokens to generate for a row. [default: 512]", rich_help_panel=SAMPLING)
+    int | None, typer.Option(help="Most tokens to generate for a row. (default: 512)", rich_help_panel=SAMPLING)
+]
+
+
+def _read_config(ctx: typer.Context, path: str | None) -> str | None:
+    """Take a TOML file's values as the defaults of this command's flags.
+
+    Raises:
+        InputError: it can't be read; UsageError: a name that is no flag of the command.
+    """
+    if path is None:
+        return None
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"--config {path}: can't be read: {error}") from error
+    flags = {p.name for p in ctx.command.params} - {"config", "model", "prompts"}
+    unknown = sorted(k for k in values if k.replace("-", "_") not in flags)
+    if unknown:
+        known = ", ".join(sorted(str(f).replace("_", "-") for f in flags))
+        raise UsageError(f"--config {path}: no such flag: {', '.join(unknown)}; known are {known}")
+    ctx.default_map = {k.replace("-", "_"): v for k, v in values.items()}
+    return path
+
+
+Config = Annotated[
+    str | None,
+    typer.Option(
+        help="TOML file with values for these flags; flags given here win.",
+        metavar="FILE",
+        is_eager=True,
+        callback=_read_config,
+    ),
 ]
 
 

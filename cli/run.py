@@ -44,13 +44,14 @@ def run(
             "--output", "-o", help="Where to write: .jsonl, .parquet, or - for JSONL on stdout.", rich_help_panel=OUTPUT
         ),
     ],
+    config: opt.Config = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output.", rich_help_panel=OUTPUT)] = False,
     token_ids: Annotated[
         bool, typer.Option("--token-ids", help="Write the generated token ids as well.", rich_help_panel=OUTPUT)
     ] = False,
     stats: Annotated[
         str | None,
-        typer.Option(help="Where statistics go. [default: <output>.stats.json]", metavar="FILE", rich_help_panel=OUTPUT),
+        typer.Option(help="Where statistics go. (default: <output>.stats.json)", metavar="FILE", rich_help_panel=OUTPUT),
     ] = None,
     progress: Annotated[str, typer.Option(help="auto, plain, json or none.", rich_help_panel=OUTPUT)] = "auto",
     max_error_rate: Annotated[
@@ -63,7 +64,7 @@ def run(
     chat_template: opt.ChatTemplate = None,
     max_tokens: opt.MaxTokens = None,
     min_tokens: Annotated[int, typer.Option(help="Fewest tokens before a row may end.", rich_help_panel=opt.SAMPLING)] = 0,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 0]", rich_help_panel=opt.SAMPLING)] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. (default: 0)", rich_help_panel=opt.SAMPLING)] = None,
     top_p: Annotated[
         float, typer.Option(help="Keep the likeliest tokens up to this share.", rich_help_panel=opt.SAMPLING)
     ] = 1.0,
@@ -109,7 +110,7 @@ def run(
     ] = "length",
     threads: Annotated[
         int | None,
-        typer.Option(help="CPU threads. [default: the cores this process may use]", rich_help_panel=opt.RUNTIME),
+        typer.Option(help="CPU threads. (default: the cores this process may use)", rich_help_panel=opt.RUNTIME),
     ] = None,
     audit: Annotated[
         bool, typer.Option("--audit", help="Recount the blocks after every step.", rich_help_panel=opt.RUNTIME)
@@ -141,7 +142,7 @@ def run(
         )
     except ValueError as error:
         raise UsageError(f"sampling: {error}") from error
-    config = JobConfig(
+    job = JobConfig(
         inputs=prompts,
         output=output,
         stats=stats,
@@ -175,7 +176,7 @@ def run(
         ),
     )
     with stop_on_signals(), RunProgress(progress) as shown:
-        report = run_job(config, shown)
+        report = run_job(job, shown)
     note = f" (max_tokens {DEFAULT_MAX_TOKENS}, the default)" if max_tokens is None else ""
     show_summary(report.stats, report.output, report.stats_path, note)
     raise typer.Exit(EXIT_ROW_ERRORS if error_rate_exceeded(report, max_error_rate) else EXIT_OK)

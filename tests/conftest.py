@@ -14,7 +14,7 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pagedgen.threads.prepare, before any test imports torch
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as pagedgen.threads.prepare, before any test imports torch
 
 import pytest
 
