@@ -25,7 +25,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as pagedgen.threads.prepare
 
 import numba
 import torch
-
 from pagedgen.kernels.api import load_backend
 
 
