@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 SOURCES := pyproject.toml Makefile
 
-.PHONY: demo test test-fast nightly lint bench clean
+.PHONY: demo model test test-fast nightly lint bench clean
 
 .venv/base: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -18,23 +18,23 @@ SOURCES := pyproject.toml Makefile
 	$(BIN)/pip install --quiet --editable '.[test]'
 	touch $@
 
-.venv/model: .venv/base
+# At once when it is in the cache already.
+model: .venv/base
 	$(BIN)/pagedgen model get smollm2-135m
-	touch $@
 
-demo: .venv/model
+demo: model
 	mkdir -p out
 	$(BIN)/pagedgen run smollm2-135m data/chat_sample.jsonl --max-tokens 128 -o out/demo.jsonl --overwrite
 
 # Everything, as CI runs it: linters, types, then the whole suite.
-test: .venv/test .venv/model lint
+test: .venv/test model lint
 	$(BIN)/pytest -q --durations=15
 
 # Without the slowest sweeps over model families.
 test-fast: .venv/test
 	$(BIN)/pytest -q -m "not slow and not demo"
 
-nightly: .venv/test .venv/model
+nightly: .venv/test model
 	PAGEDGEN_PROFILE=nightly $(BIN)/pytest -q --durations=15
 
 # Types are checked on a normal install: mypy can't follow an editable one.

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pagedgen import __version__
-from pagedgen.errors import EXIT_INTERNAL, PagedgenError
+from pagedgen.errors import EXIT_INTERNAL, Interrupted, PagedgenError
 
 from . import model, plan, run
 from .output import fail
@@ -50,7 +50,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         app()
-    except PagedgenError as error:
+    except (PagedgenError, Interrupted) as error:
         _show_traceback()
         fail(str(error))
         sys.exit(error.exit_code)

@@ -48,7 +48,8 @@ AllowPickle = Annotated[bool, typer.Option(help="Load pickled weights, which can
 Dtype = Annotated[
     str,
     typer.Option(
-        help="auto, float32, bfloat16 or float16. auto: the checkpoint's on GPU; on CPU bfloat16 where it has bf16 arithmetic.",
+        help="auto, float32, bfloat16 or float16. auto: on GPU the checkpoint's (bfloat16 for a float32 one); "
+        "on CPU bfloat16 where it has bf16 arithmetic, else float32.",
         rich_help_panel=MODEL,
     ),
 ]

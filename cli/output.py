@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from pagedgen.sampling_params import DEFAULT_MAX_TOKENS
 
 stderr = Console(stderr=True)
 
@@ -35,8 +38,9 @@ def gib(num_bytes: int) -> str:
 class RunProgress:
     """Shows a job's progress: a bar on a terminal, a line now and then elsewhere, JSON lines on request, or nothing."""
 
-    def __init__(self, mode: str):
-        """mode: auto, plain, json or none."""
+    def __init__(self, mode: str, on_writing: Callable[[], None] = lambda: None):
+        """mode: auto, plain, json or none. `on_writing` is called when the output begins to be written."""
+        self._on_writing = on_writing
         if mode == "auto":
             mode = "bar" if stderr.is_terminal else "plain"
         self._mode = mode
@@ -57,6 +61,8 @@ class RunProgress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        if text == "writing":
+            self._on_writing()
         self._say({"event": "phase", "phase": text}, f"{text} …")
 
     def note(self, text: str) -> None:
@@ -185,7 +191,12 @@ def show_plan(report: Any) -> None:
     ):
         if plan[key]:
             table.add_row(f"  {label}", f"{plan[key]:,} (row errors in the output)")
-    table.add_row("tokens", f"{plan['prompt_tokens']:,} prompt, at most {plan['max_new_tokens']:,} generated")
+    default = ", the default" if report.max_tokens == DEFAULT_MAX_TOKENS else ""
+    table.add_row(
+        "tokens",
+        f"{plan['prompt_tokens']:,} prompt, at most {plan['max_new_tokens']:,} generated "
+        f"(max_tokens {report.max_tokens:,}{default})",
+    )
     table.add_row("concurrent rows", f"{plan['max_concurrent_rows']:,} at this data's mean length")
     table.add_row("peak blocks needed", f"{plan['peak_blocks_needed']:,} (if every row runs to its max_tokens)")
     table.add_row(

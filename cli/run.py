@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
@@ -21,15 +21,23 @@ OUTPUT = "Output"
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[None]:
-    """Turn INT and TERM (Slurm's way to end a job) into an orderly end of the run."""
+def stop_on_signals() -> Iterator[Callable[[], None]]:
+    """Turn INT and TERM (Slurm's way to end a job) into an orderly end of the run.
+
+    Yields a function that ends this: once the output is being written, finishing is quicker than starting over.
+    """
 
     def stop(number: int, frame: object) -> None:
         raise Interrupted(f"stopped by {signal.Signals(number).name}; no output was written, the same command starts over")
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ignore() -> None:
+        for number in previous:
+            signal.signal(number, signal.SIG_IGN)
+
     try:
-        yield
+        yield ignore
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -175,7 +183,7 @@ def run(
             audit=audit,
         ),
     )
-    with stop_on_signals(), RunProgress(progress) as shown:
+    with stop_on_signals() as finish, RunProgress(progress, on_writing=finish) as shown:
         report = run_job(job, shown)
     note = f" (max_tokens {DEFAULT_MAX_TOKENS}, the default)" if max_tokens is None else ""
     show_summary(report.stats, report.output, report.stats_path, note)

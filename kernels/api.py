@@ -80,11 +80,6 @@ class Backend(Protocol):
         """Copy whole blocks `kv[src] -> kv[dst]`, all layers at once. Sources and destinations must be disjoint."""
 
 
-def default_backend(device_type: str) -> str:
-    """Return the fast backend of a device: "gpu" on cuda, "cpu" elsewhere."""
-    return "gpu" if device_type == "cuda" else "cpu"
-
-
 def load_backend(name: str) -> Backend:
     """Import and return a backend module.
 

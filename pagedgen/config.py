@@ -69,6 +69,7 @@ class EngineConfig:
         device: str,
         dtype: str,
         max_model_len: int,
+        limited_by: str,
         threads: int,
     ) -> EngineConfig:
         """Return a copy with nothing left to choose, given what the device and the model are.
@@ -78,8 +79,7 @@ class EngineConfig:
         """
         if self.max_model_len is not None and self.max_model_len > max_model_len:
             raise UsageError(
-                f"--max-model-len {self.max_model_len} is more than the {max_model_len} positions the model has; "
-                f"leave it out or give at most {max_model_len}"
+                f"--max-model-len {self.max_model_len} is too long for the model: at most {max_model_len}, {limited_by}"
             )
         on_gpu = device == "cuda"
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 128)

@@ -5,10 +5,10 @@
     │   ├── InputError                    no such file, no rows, no usable column
     │   ├── ModelError                    no such model, or one that can't be run here
     │   └── MemoryPlanError               the KV pool can't hold one row
-    ├── OutputError              exit 4   the output can't be written
-    └── Interrupted              exit 75  stopped early by a signal
+    └── OutputError              exit 4   the output can't be written
 
-`RowError` is apart: it marks one row and never ends a run.
+`Interrupted` (exit 75, stopped by a signal) is apart: no handler of ordinary errors may swallow it. So is `RowError`: it marks
+one row and never ends a run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OutputError(PagedgenError):
     exit_code = EXIT_OUTPUT
 
 
-class Interrupted(PagedgenError):
+class Interrupted(BaseException):
     """The run was stopped by a signal before the output was written."""
 
     exit_code = EXIT_STOPPED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -12,11 +12,11 @@ import numpy as np
 
 from . import threads
 from .config import EngineConfig
-from .errors import InputError, OutputError, RowError, UsageError
+from .errors import InputError, RowError, UsageError
 from .request import Request, Sequence
 from .rows.readers import PARQUET_SUFFIXES, Row, column_names, expand_inputs, parquet_schema, read_rows
-from .rows.schema import OutputSchema, Result
-from .rows.writer import atomic_file, check_output, write_results
+from .rows.schema import Result
+from .rows.writer import ResultWriter, atomic_file, check_output, check_writable
 from .sampling_params import SamplingParams
 from .stats import RunStats
 
@@ -42,8 +42,6 @@ class JobConfig:
     overwrite: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        from dataclasses import asdict
-
         return asdict(self)
 
 
@@ -81,6 +79,7 @@ class PlanReport:
     plan: dict[str, Any]
     model: dict[str, Any]
     config: dict[str, Any]
+    max_tokens: int
     memory_source: str
     files: list[str]
 
@@ -90,9 +89,18 @@ class _Prompts:
     """All rows of a job: each has a request or an error."""
 
     rows: list[Row]
+    columns: list[str]
+    id_column: str | None
     ids: list[Any]
     requests: list[Request]
     results: dict[int, Result]  # rows that ended without the engine
+
+    @property
+    def not_run(self) -> dict[str, int]:
+        """Rows that ended before the engine, as a plan counts them."""
+        too_long = sum(r.error_code == "prompt_too_long" for r in self.results.values())
+        errors = sum(r.error_code is not None for r in self.results.values())
+        return {"num_row_errors": errors - too_long, "num_too_long": too_long, "num_empty": len(self.results) - errors}
 
 
 def run_job(config: JobConfig, progress: Progress) -> JobReport:
@@ -106,7 +114,7 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
     stats = RunStats()
     files = expand_inputs(config.inputs)
     output_format = check_output(config.output, overwrite=config.overwrite, inputs=files)
-    stats_path = _stats_path(config)
+    stats_path = _stats_path(config, files)
     progress.phase("opening the model")
     threads.prepare()
     from .engine.opened import open_model
@@ -116,12 +124,22 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
     if not opened.spec.eos_token_ids and not config.sampling.ignore_eos:
         progress.note("the model names no EOS token: rows end only by length or by --stop")
     prompts = _read_prompts(config, files, opened, stats, progress)
+    writer = ResultWriter(
+        config.output,
+        output_format,
+        prompts.columns,
+        prompts.id_column,
+        input_types=_input_types(files),
+        with_token_ids=config.token_ids,
+    )
+    writer.check([_error_result(row, prompts.ids[row.index], RowError("bad_json", "")) for row in prompts.rows])
+    _estimate(opened, prompts, device_memory_bytes=None)
 
     progress.phase(f"loading {config.engine.model} ({opened.spec.dtype}, {opened.config.device})")
     from .engine.engine import Engine
 
     engine = Engine(opened, stats)
-    plan = engine.plan(prompts.requests, num_row_errors=len(prompts.results))
+    plan = engine.plan(prompts.requests, **prompts.not_run)
     by_index = {row.index: row for row in prompts.rows}
     results = prompts.results
 
@@ -151,7 +169,7 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
     ordered = [results[row.index] for row in prompts.rows]
     assert len(ordered) == len(results) == len(prompts.rows), "rows read and rows answered differ"
     with stats.timed("write"):
-        _write(config, output_format, files, prompts.rows, ordered)
+        writer.write(ordered)
     document = _count(stats, ordered, engine, plan, config)
     if stats_path is not None:
         with atomic_file(Path(stats_path)) as file:
@@ -165,61 +183,76 @@ def plan_only(config: JobConfig, progress: Progress, device_memory_bytes: int | 
     Raises:
         UsageError: as `run_job`, and when the pool can't hold one row.
     """
-    from .engine import memory
     from .engine.opened import open_model
-    from .engine.planner import estimate_activation_bytes, plan_job
 
     stats = RunStats()
     files = expand_inputs(config.inputs)
     progress.phase("opening the model")
+    threads.prepare()
     opened = open_model(config.engine, planning=device_memory_bytes is not None, chat_template=config.chat_template)
     prompts = _read_prompts(config, files, opened, stats, progress)
-    resolved = opened.config
-    assert resolved.block_size and resolved.max_model_len and resolved.max_num_seqs and resolved.max_num_batched_tokens
+    plan, source = _estimate(opened, prompts, device_memory_bytes)
+    return PlanReport(
+        plan.to_dict(),
+        opened.spec.to_dict(),
+        opened.config.to_dict(),
+        config.sampling.max_tokens,
+        source,
+        [str(f) for f in files],
+    )
+
+
+def _estimate(opened: Any, prompts: _Prompts, device_memory_bytes: int | None) -> tuple[Any, str]:
+    """Plan a job before its weights are loaded; return the plan and where the memory's size comes from.
+
+    Raises:
+        MemoryPlanError: the pool can't hold one row.
+    """
+    from .engine import memory
+    from .engine.planner import estimate_activation_bytes, plan_requests
+
+    config, spec = opened.config, opened.spec
     activation = estimate_activation_bytes(
-        opened.spec, max_num_batched_tokens=resolved.max_num_batched_tokens, max_num_seqs=resolved.max_num_seqs
+        spec, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs
     )
     if device_memory_bytes is not None:
         device = memory.DeviceMemory(device_memory_bytes, device_memory_bytes, "given")
     else:
-        device = memory.device_memory(resolved.device)
-    available = resolved.kv_cache_memory_bytes
-    if available is None:
-        available = memory.available_kv_bytes(
-            device,
-            utilization=resolved.gpu_memory_utilization,
-            own_bytes=0,
-            pending_bytes=opened.spec.weights_bytes + activation,
-        )
-    too_long = sum(r.error_code == "prompt_too_long" for r in prompts.results.values())
-    lens = [r.num_prompt_tokens for r in prompts.requests] + [resolved.max_model_len] * too_long
-    plan = plan_job(
-        opened.spec,
-        block_size=resolved.block_size,
-        max_model_len=resolved.max_model_len,
-        max_num_seqs=resolved.max_num_seqs,
-        max_num_batched_tokens=resolved.max_num_batched_tokens,
-        prompt_lens=np.array(lens, dtype=np.int64),
-        max_tokens=np.array([r.max_tokens for r in prompts.requests] + [0] * too_long, dtype=np.int64),
-        num_row_errors=len(prompts.results) - too_long,
-        device_total_bytes=device.total_bytes,
-        device_free_bytes=device.free_bytes,
+        device = memory.device_memory(config.device)
+    weights = spec.weights_bytes + (spec.tied_head_bytes if config.device == "cpu" else 0)
+    plan = plan_requests(
+        prompts.requests,
+        spec,
+        config,
+        device=device,
+        own_bytes=0,
+        pending_bytes=weights + activation,
         activation_peak_bytes=activation,
-        available_kv_bytes=available,
-        num_gpu_blocks_override=resolved.num_gpu_blocks_override,
+        **prompts.not_run,
     )
-    return PlanReport(plan.to_dict(), opened.spec.to_dict(), resolved.to_dict(), device.source, [str(f) for f in files])
+    return plan, device.source
 
 
-def _stats_path(config: JobConfig) -> str | None:
-    """Return where statistics go: `--stats`, else beside the output; checked like the output, before any work."""
+def _stats_path(config: JobConfig, inputs: list[Path]) -> str | None:
+    """Return where statistics go, `--stats` or beside the output, after checking it like the output, before any work.
+
+    Raises:
+        UsageError: it is an input, the output or a directory; OutputError: it can't be written.
+    """
     assert config.output is not None
     path = config.stats or (None if config.output == "-" else f"{config.output}.stats.json")
     if path is not None:
-        directory = Path(path).parent
-        if not directory.is_dir():
-            raise OutputError(f"can't write {path}: no such directory {directory}")
+        if config.output != "-" and Path(path).resolve() == Path(config.output).resolve():
+            raise UsageError(f"--stats {path} is the output")
+        check_writable(path, "--stats", inputs)
     return path
+
+
+def _input_types(files: list[Path]) -> dict[str, Any]:
+    """Return the Arrow types of the input's columns when all files are Parquet; JSONL columns have none."""
+    if not all(f.suffix in PARQUET_SUFFIXES for f in files):
+        return {}
+    return {f.name: f.type for f in parquet_schema(files)}
 
 
 def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunStats, progress: Progress) -> _Prompts:
@@ -245,7 +278,7 @@ def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunS
     id_column = config.id_column or ("id" if "id" in names else None)
     ids = [row.values.get(id_column) if id_column else row.index for row in rows]
 
-    prompts = _Prompts(rows, ids, [], {})
+    prompts = _Prompts(rows, names, id_column, ids, [], {})
     progress.phase(f"tokenizing {len(rows):,} prompts")
     start = perf_counter()
     for first in range(0, len(rows), _GROUP_ROWS):
@@ -307,18 +340,6 @@ def _error_result(row: Row, row_id: Any, error: RowError, num_prompt_tokens: int
     )
 
 
-def _write(config: JobConfig, output_format: str, files: list[Path], rows: list[Row], results: list[Result]) -> None:
-    assert config.output is not None
-    names = column_names(files, rows)
-    id_column = config.id_column or ("id" if "id" in names else None)
-    schema = OutputSchema(tuple(n for n in names if n != "id" or id_column != "id"), config.token_ids)
-    parquet = [f for f in files if f.suffix in PARQUET_SUFFIXES]
-    input_types: dict[str, Any] = {}
-    if parquet and len(parquet) == len(files):
-        input_types = {f.name: f.type for f in parquet_schema(parquet)}
-    write_results(config.output, output_format, results, schema, input_types=input_types, id_column=id_column)
-
-
 def _count(stats: RunStats, results: list[Result], engine: Any, plan: Any, config: JobConfig) -> dict[str, Any]:
     """Fill in what is known only at the end and return the document of `stats.json`."""
     from .engine.planner import padded_tokens
@@ -338,11 +359,5 @@ def _count(stats: RunStats, results: list[Result], engine: Any, plan: Any, confi
 
 
 def error_rate_exceeded(report: JobReport, max_error_rate: float) -> bool:
-    """Return True when more of the rows failed than the user allows.
-
-    Raises:
-        UsageError: the rate is no share.
-    """
-    if not 0 <= max_error_rate <= 1:
-        raise UsageError(f"--max-error-rate {max_error_rate} must be between 0 and 1")
+    """Return True when more of the rows failed than the user allows (a share between 0 and 1)."""
     return report.num_errors > max_error_rate * report.num_rows

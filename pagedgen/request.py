@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -13,8 +12,8 @@ from .sampling_params import SamplingParams
 class Request:
     """One prompt, tokenized and checked: it fits the context and the KV pool.
 
-    `max_tokens` is the row's own limit already cut to the room the prompt leaves. `stop_token_ids` holds the model's EOS ids
-    (unless ignored) and the row's own. Random draws are keyed by (`seed`, `row_index`, position) alone.
+    `max_tokens` is the row's own limit already cut to the room the prompt leaves. `eos_token_ids` are the model's, none when
+    the row ignores them. Random draws are keyed by (`seed`, `row_index`, position) alone.
     """
 
     row_index: int
@@ -34,16 +33,8 @@ class Request:
         return self.num_prompt_tokens + max(self.max_tokens - 1, 0)
 
 
-class SequenceStatus(enum.Enum):
-    """waiting → running → finished; a preempted sequence goes back to waiting and is recomputed."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
 class Sequence:
-    """A request in flight.
+    """A request in flight: waiting → running → finished; a preempted one goes back to waiting and is recomputed.
 
     Invariants: `token_ids` is prompt plus generated; the first `num_computed_tokens` of them have K/V in the blocks of
     `block_table`, in token order; `len(block_table) * block_size >= num_computed_tokens`. One token is left to compute when
@@ -57,7 +48,6 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "request",
-        "status",
         "stop_reason",
         "table_row",
         "text",
@@ -71,7 +61,6 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
-        self.status = SequenceStatus.WAITING
         self.num_preemptions = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

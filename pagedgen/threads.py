@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 
 def prepare() -> None:
@@ -27,5 +28,5 @@ def set_threads(threads: int, backend: str) -> None:
     if backend == "cpu":
         import numba
 
-        most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-        numba.set_num_threads(min(threads, most))
+        config: Any = numba.config
+        numba.set_num_threads(min(threads, config.NUMBA_NUM_THREADS))

@@ -74,6 +74,17 @@ FAMILIES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "qwen2_moe_window": (
+        "Qwen2MoeConfig",
+        {
+            **_MOE,
+            "shared_expert_intermediate_size": 48,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 0,
+        },
+    ),
+    "phimoe_window": ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}),
 }
 

@@ -62,3 +62,27 @@ def test_chat_one_and_many(llm):
 def test_unknown_settings_are_refused():
     with pytest.raises(UsageError, match="blok_size"):
         LLM("m", blok_size=16)
+
+
+def test_the_second_call_is_not_charged_for_the_firsts_pool(tiny_model, monkeypatch):
+    """A device that the first call's pool fills: the next call must find that memory free again."""
+    from pagedgen.engine import memory
+
+    llm = LLM(str(tiny_model()), dtype="float32", audit=True, gpu_memory_utilization=1.0)
+    base = memory.resident_bytes()
+    size = 64 * 2**20
+
+    def device(name):
+        held = llm._engine._runner._cache
+        pool = held.kv.numel() * held.kv.element_size() if held is not None else 0
+        return memory.DeviceMemory(base + size, size - pool, "test")
+
+    monkeypatch.setattr(memory, "device_memory", device)
+    monkeypatch.setattr("pagedgen.engine.engine._own_bytes", lambda d: base + size - device(d).free_bytes)
+    monkeypatch.setattr(llm._engine, "_activation_peak_bytes", 0)
+    totals = []
+    for _ in range(2):
+        llm.generate(["a" * 300] * 200, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        totals.append(llm.stats.blocks.total)
+    assert totals[0] == totals[1] > 0
+    assert llm._engine._runner._cache is None

@@ -9,12 +9,14 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def _cache_dir() -> Path:
     """Where compiled kernels are kept: named by a hash of their sources, since numba looks at the calling file only.
 
-    `$PAGEDGEN_CACHE`, else the XDG cache, else a temporary directory where neither can be written.
+    `$PAGEDGEN_CACHE`, else the XDG cache (as `model.demo.cache_root`, which kernels must not import), else a temporary
+    directory where neither can be written.
     """
     digest = hashlib.sha256()
     for name in ("simd.py", "kernels.py"):
@@ -34,12 +36,13 @@ def _cache_dir() -> Path:
 def _import_kernels() -> ModuleType:
     import numba
 
-    previous = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(_cache_dir())  # read when a kernel is declared, so set only around the import
+    config: Any = numba.config
+    previous = config.CACHE_DIR
+    config.CACHE_DIR = str(_cache_dir())  # read when a kernel is declared, so set only around the import
     try:
         return importlib.import_module(".kernels", package=__package__)
     finally:
-        numba.config.CACHE_DIR = previous
+        config.CACHE_DIR = previous
 
 
 def load_kernels() -> tuple[ModuleType, int]:

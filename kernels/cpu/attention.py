@@ -40,6 +40,8 @@ def write_kv(
     """See `api.Backend.write_kv`."""
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         raise ValueError("write_kv needs keys and values whose head_dim is contiguous")
+    if not key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
+        raise ValueError(f"write_kv copies bits: {key.dtype} and {value.dtype} don't fit a pool of {key_cache.dtype}")
     kernels, num_threads = load_kernels()
     kernels.store_kv(
         key.data_ptr(),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-import numpy as np
-
-from ..errors import RowError
+from ..errors import MemoryPlanError, RowError
 from ..model import loader
 from ..request import Request, Sequence
-from ..sampling.sampler import Sampler
+from ..sampling.sampler import ROWS_AT_ONCE, Sampler
 from ..sampling.stops import StopChecker
+from ..sampling_params import SamplingParams
 from ..stats import RunStats
 from ..threads import set_threads
 from . import memory
@@ -20,7 +20,7 @@ from .batch import BlockTableArray, PackedBatch, build_batch
 from .block_manager import BlockManager
 from .model_runner import ModelRunner
 from .opened import OpenedModel
-from .planner import Plan, plan_job
+from .planner import Plan, plan_requests
 from .scheduler import ScheduledStep, Scheduler
 
 
@@ -50,7 +50,7 @@ class Engine:
         self._max_num_seqs, self._max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         assert config.threads
         set_threads(config.threads, config.backend)
-        with self.stats.timed("load"):
+        with self.stats.timed("load"), _out_of_memory_is_told("the weights"):
             model, row_buckets = loader.load_model(
                 opened.files,
                 opened.hf_config,
@@ -64,47 +64,36 @@ class Engine:
             device=config.device,
             backend=config.backend,
             block_size=config.block_size,
+            max_model_len=config.max_model_len,
             row_buckets=row_buckets,
         )
-        with self.stats.timed("warm_up"):
+        self._sampler = Sampler(opened.num_token_ids)
+        # Every row drawn at random with every filter: the most memory the sampler can take.
+        params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)
+        probe = Sequence(Request(0, [0], params, 1, frozenset(), 0))
+        with self.stats.timed("warm_up"), _out_of_memory_is_told("the largest step"):
             self._activation_peak_bytes = self._runner.warm_up(
                 max_num_batched_tokens=self._max_num_batched_tokens,
                 max_num_seqs=self._max_num_seqs,
-                max_model_len=config.max_model_len,
+                sample=lambda logits: self._sampler(logits[:ROWS_AT_ONCE], [probe] * min(len(logits), ROWS_AT_ONCE)),
             )
-        self._sampler = Sampler(opened.num_token_ids)
 
-    def plan(self, requests: list[Request], num_row_errors: int = 0) -> Plan:
-        """Plan the requests on what memory is free now.
+    def plan(self, requests: list[Request], **not_run: int) -> Plan:
+        """Plan the requests on what memory is free now; `not_run` counts rows that ended before (see `planner.plan_job`).
 
         Raises:
             MemoryPlanError: not even one row fits.
         """
         config = self.opened.config
-        assert config.block_size and config.max_model_len
-        device = memory.device_memory(config.device)
-        available = config.kv_cache_memory_bytes
-        if available is None:
-            available = memory.available_kv_bytes(
-                device,
-                utilization=config.gpu_memory_utilization,
-                own_bytes=_own_bytes(config.device),
-                pending_bytes=self._activation_peak_bytes,
-            )
-        return plan_job(
+        return plan_requests(
+            requests,
             self.opened.spec,
-            block_size=config.block_size,
-            max_model_len=config.max_model_len,
-            max_num_seqs=self._max_num_seqs,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            prompt_lens=np.array([r.num_prompt_tokens for r in requests], dtype=np.int64),
-            max_tokens=np.array([r.max_tokens for r in requests], dtype=np.int64),
-            num_row_errors=num_row_errors,
-            device_total_bytes=device.total_bytes,
-            device_free_bytes=device.free_bytes,
+            config,
+            device=memory.device_memory(config.device),
+            own_bytes=_own_bytes(config.device),
+            pending_bytes=self._activation_peak_bytes,
             activation_peak_bytes=self._activation_peak_bytes,
-            available_kv_bytes=available,
-            num_gpu_blocks_override=config.num_gpu_blocks_override,
+            **not_run,
         )
 
     def generate(
@@ -132,8 +121,24 @@ class Engine:
         tables = BlockTableArray(self._max_num_seqs)
         stops = StopChecker(self.opened.tokenizer if detokenize else None)
         stats.blocks.total, stats.blocks.block_size = num_blocks, config.block_size
-        self._runner.allocate_cache(num_blocks)
+        with _out_of_memory_is_told(f"a KV pool of {num_blocks} blocks"):
+            self._runner.allocate_cache(num_blocks)
+        try:
+            self._loop(scheduler, blocks, tables, stops, on_finished, on_step)
+        finally:
+            self._runner.release_cache()  # the next call plans with this memory
 
+    def _loop(
+        self,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        tables: BlockTableArray,
+        stops: StopChecker,
+        on_finished: Callable[[Sequence], None],
+        on_step: Callable[[StepReport], None],
+    ) -> None:
+        """Step until every row has ended."""
+        config, stats = self.opened.config, self.stats
         finished = 0
         start = perf_counter()
         stats.startup_s = start - stats.started
@@ -141,7 +146,7 @@ class Engine:
             with stats.timed("schedule"):
                 step = scheduler.schedule()
                 tables.update(scheduler.running)
-                batch = build_batch(step, tables, config.block_size)
+                batch = build_batch(step, tables, blocks.block_size)
             ended = self._run_step(step, batch, tables, stops)
             stats.blocks.record(
                 stats.num_steps,
@@ -157,7 +162,7 @@ class Engine:
                 on_finished(sequence)
             if config.audit:
                 blocks.audit(scheduler.running)
-            on_step(StepReport(finished, stats.generated_tokens, blocks.num_used_blocks, num_blocks))
+            on_step(StepReport(finished, stats.generated_tokens, blocks.num_used_blocks, blocks.num_blocks))
         assert blocks.num_used_blocks == 0, f"{blocks.num_used_blocks} blocks leaked"
         stats.generate_s += perf_counter() - start
         stats.preemptions += scheduler.num_preemptions
@@ -176,6 +181,7 @@ class Engine:
         stats = self.stats
         begin = perf_counter()
         logits = self._runner.run(batch, tables)
+        self._runner.synchronize()  # sampling would wait all the same; here the wait is counted where it belongs
         ran = perf_counter()
         # A mixed step's time is shared by tokens: prefill and decode rows run in the same GEMMs.
         share = step.num_decodes / batch.num_tokens
@@ -202,6 +208,20 @@ def _too_large(request: Request, needed: int, num_blocks: int, block_size: int) 
         f"the row needs {needed} blocks of {block_size} tokens ({request.num_prompt_tokens} prompt tokens, up to "
         f"{request.max_tokens} generated), the pool has {num_blocks}",
     )
+
+
+@contextmanager
+def _out_of_memory_is_told(what: str) -> Iterator[None]:
+    """Turn a device's out-of-memory error into one a user can act on."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryPlanError(
+            f"the device has no room for {what}: {str(error).splitlines()[0]} Use fewer --max-num-batched-tokens or "
+            "--max-num-seqs, a smaller --gpu-memory-utilization, or a device with more memory"
+        ) from error
 
 
 def _own_bytes(device: str) -> int:

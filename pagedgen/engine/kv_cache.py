@@ -24,8 +24,6 @@ class KVCache:
         device: str,
         key_transposed: bool,
     ):
-        self.num_blocks = num_blocks
-        self.block_size = block_size
         self.kv = torch.empty((num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), dtype=dtype, device=device)
         # (key_cache, value_cache) of each layer, each (num_blocks, num_kv_heads, block_size, head_dim)
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -34,7 +32,3 @@ class KVCache:
             if key_transposed:
                 key = key.view(num_blocks, num_kv_heads, head_dim, block_size).transpose(2, 3)
             self.layers.append((key, value))
-
-    @property
-    def nbytes(self) -> int:
-        return self.kv.numel() * self.kv.element_size()

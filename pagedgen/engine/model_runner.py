@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -9,6 +11,8 @@ from ..kernels.api import load_backend
 from ..model.attention import AttentionStep
 from ..model.linear import MeasuredBuckets, split_rows
 from ..model.spec import ModelSpec
+from ..request import Request, Sequence
+from ..sampling_params import SamplingParams
 from . import memory
 from .batch import BlockTableArray, PackedBatch, build_batch
 from .kv_cache import KVCache
@@ -26,6 +30,7 @@ class ModelRunner:
         device: str,
         backend: str,
         block_size: int,
+        max_model_len: int,
         row_buckets: MeasuredBuckets,
     ):
         self._model = model
@@ -33,15 +38,17 @@ class ModelRunner:
         self._device = torch.device(device)
         self._backend = load_backend(backend)
         self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._checked_layers: set[int] = set()
         self._row_buckets = row_buckets
         self._common_buckets: tuple[int, ...] = ()
         self._cache: KVCache | None = None
-        self._device_tables: torch.Tensor | None = None
+        self._mirror: DeviceBlockTables | None = None
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the KV pool."""
         spec = self._spec
-        self._cache = None  # the old pool goes before the new one comes
+        self.release_cache()  # the old pool goes before the new one comes
         self._cache = KVCache(
             num_blocks=num_blocks,
             num_layers=spec.num_layers,
@@ -81,6 +88,8 @@ class ModelRunner:
             prefill_cu_seqlens_q=self._to_device(cu_seqlens),
             prefill_seq_lens=seq_lens[decodes:],
             max_seqlen_q=int(np.diff(cu_seqlens).max(initial=0)),
+            max_model_len=self._max_model_len,
+            checked_layers=self._checked_layers,
         )
         with torch.inference_mode():
             output = self._model(
@@ -92,18 +101,24 @@ class ModelRunner:
             )
         return output.logits[0]
 
-    def warm_up(self, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int:
-        """Run the largest batch once, in a pool of its own; return the peak of memory it took beyond what is held, in bytes.
+    def warm_up(self, *, max_num_batched_tokens: int, max_num_seqs: int, sample: Callable[[torch.Tensor], object]) -> int:
+        """Run the largest batches once, in a pool of their own; return the peak of memory they took, in bytes.
 
-        Also compiles the kernels and measures the GEMMs' row buckets.
+        A full step of prompts, then a step of decodes (on a GPU at the longest context, which needs the most room for partial
+        results). `sample` is given each batch's logits, for the sampler's share. Also compiles the kernels and measures the
+        GEMMs' row buckets. The peak is what was taken beyond what is held before and after.
         """
         rows = min(max_num_seqs, max_num_batched_tokens)
-        lengths = [min(len(part), max_model_len) for part in np.array_split(np.arange(max_num_batched_tokens), rows)]
-        blocks_per_row = [-(-n // self._block_size) for n in lengths]
-        self.allocate_cache(sum(blocks_per_row))
-        batch = _dummy_batch(lengths, blocks_per_row, self._block_size)
+        lengths = [min(len(part), self._max_model_len) for part in np.array_split(np.arange(max_num_batched_tokens), rows)]
+        self.allocate_cache(sum(-(-n // self._block_size) for n in lengths))
         on_gpu = self._device.type == "cuda"
-        self.run(batch)  # compiles and measures; those costs are not the step's
+        context = self._max_model_len if on_gpu else min(self._block_size, self._max_model_len)
+        batches = [
+            _dummy_batch(lengths, self._block_size, decodes=False),
+            _dummy_batch([context] * max_num_seqs, self._block_size, decodes=True),
+        ]
+        for batch in batches:  # compiles and measures; those costs are not the step's
+            sample(self.run(batch))
         self._common_buckets = self._find_common_buckets()
         if on_gpu:
             torch.cuda.synchronize()
@@ -112,22 +127,23 @@ class ModelRunner:
         else:
             before = memory.resident_bytes()
             memory.reset_peak()
-        logits = self.run(batch)
-        torch.softmax(logits.float(), dim=-1)  # the sampler's share
-        if on_gpu:
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() - before
-        else:
-            peak = memory.peak_resident_bytes() - before
-        del logits
-        self._cache = None
-        if on_gpu:
-            torch.cuda.empty_cache()
+        for batch in batches:
+            sample(self.run(batch))
+        self.synchronize()
+        peak = (torch.cuda.max_memory_allocated() if on_gpu else memory.peak_resident_bytes()) - before
+        self.release_cache()
         return max(0, peak)
 
-    @property
-    def kv_bytes(self) -> int:
-        return self._cache.nbytes if self._cache is not None else 0
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def release_cache(self) -> None:
+        """Give the KV pool's memory back."""
+        self._cache = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _padded_rows(self, num_tokens: int) -> int:
         """Return the rows to run so that every GEMM of the step hits an agreeing row bucket without copying."""
@@ -148,26 +164,48 @@ class ModelRunner:
     def _block_tables(self, batch: PackedBatch, tables: BlockTableArray | None) -> torch.Tensor:
         if tables is None or self._device.type != "cuda":
             return self._to_device(batch.block_tables)
-        changed = tables.take_changed_rows()
-        if self._device_tables is None or self._device_tables.shape != tables.array.shape:
-            self._device_tables = self._to_device(tables.array)
+        if self._mirror is None or self._mirror.source is not tables:
+            self._mirror = DeviceBlockTables(tables, self._to_device)
+        return self._mirror.gather(batch)
+
+
+class DeviceBlockTables:
+    """A block-table array kept on the device: only rows that changed since the last step are copied."""
+
+    def __init__(self, source: BlockTableArray, to_device: Callable[[np.ndarray], torch.Tensor]):
+        self.source = source
+        self._to_device = to_device
+        self._tables: torch.Tensor | None = None
+
+    def gather(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the batch's block tables (S, B) on the device, after catching up with the source."""
+        array = self.source.array
+        changed = self.source.take_changed_rows()
+        if self._tables is None or self._tables.shape != array.shape:
+            self._tables = self._to_device(array.copy())
         elif len(changed):
-            self._device_tables[self._to_device(changed)] = self._to_device(tables.array[changed])
-        rows = self._device_tables.index_select(0, self._to_device(batch.table_rows))
+            self._tables[self._to_device(changed)] = self._to_device(array[changed])
+        rows = self._tables.index_select(0, self._to_device(batch.table_rows))
         return rows[:, : batch.block_tables.shape[1]]
 
 
-def _dummy_batch(lengths: list[int], blocks_per_row: list[int], block_size: int) -> PackedBatch:
-    """Return a batch of whole prompts of the given lengths, all of token 0."""
-    from ..request import Request, Sequence
-    from ..sampling_params import SamplingParams
+def _dummy_batch(lengths: list[int], block_size: int, *, decodes: bool) -> PackedBatch:
+    """Return a batch of rows of the given lengths, all of token 0: whole prompts, or each row's last token.
 
+    Decoding rows repeat one block in their tables: they only read, and what they read doesn't matter.
+    """
     sequences, next_block = [], 0
-    for row, (length, blocks) in enumerate(zip(lengths, blocks_per_row, strict=True)):
+    for row, length in enumerate(lengths):
         sequence = Sequence(Request(row, [0] * length, SamplingParams(), 1, frozenset(), 0))
-        sequence.block_table = list(range(next_block, next_block + blocks))
-        next_block += blocks
+        num_blocks = -(-length // block_size)
+        if decodes:
+            sequence.num_computed_tokens = length - 1
+            sequence.block_table = [0] * (num_blocks - 1) + [row]
+        else:
+            sequence.block_table = list(range(next_block, next_block + num_blocks))
+        next_block += num_blocks
         sequences.append(sequence)
     tables = BlockTableArray(len(sequences))
     tables.update(sequences)
-    return build_batch(ScheduledStep(sequences, lengths, 0), tables, block_size)
+    counts = [1] * len(lengths) if decodes else lengths
+    return build_batch(ScheduledStep(sequences, counts, len(lengths) if decodes else 0), tables, block_size)

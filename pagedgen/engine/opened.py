@@ -83,6 +83,7 @@ def open_model(config: EngineConfig, *, planning: bool = False, chat_template: s
         device=device,
         dtype=dtype,
         max_model_len=spec.max_model_len,
+        limited_by=spec.max_model_len_limited_by,
         threads=config.threads or len(os.sched_getaffinity(0)),
     )
     return OpenedModel(resolved, files, hf_config, tokenizer, spec)

@@ -7,8 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from ..config import EngineConfig
 from ..errors import MemoryPlanError
 from ..model.spec import DTYPE_BYTES, ModelSpec
+from ..request import Request
+from .memory import DeviceMemory, available_kv_bytes
+
+# The sampler's work space (see `sampling.sampler.ROWS_AT_ONCE`, which a test compares; this module loads no torch).
+SAMPLER_ROWS, SAMPLER_BYTES_PER_LOGIT = 32, 48
 
 
 @dataclass(frozen=True)
@@ -51,13 +57,14 @@ def estimate_activation_bytes(spec: ModelSpec, *, max_num_batched_tokens: int, m
     """Estimate the memory of the largest step besides weights and pool; `run` measures it instead.
 
     Per token the widest moment of a layer: residual and its norm, q/k/v and the attention output, or gate, up and their
-    product. Per sampled row: logits in the model's dtype and twice in fp32 (scaled, probabilities).
+    product. Per sampled row its logits, and the sampler's work space for the rows it draws together.
     """
     width = DTYPE_BYTES[spec.dtype]
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     per_token = (4 * spec.hidden_size + max(attention, 3 * spec.intermediate_size)) * width
-    per_row = spec.vocab_size * (width + 2 * 4)
-    return max_num_batched_tokens * per_token + max_num_seqs * per_row
+    logits = max_num_seqs * spec.vocab_size * width
+    sampler = min(max_num_seqs, SAMPLER_ROWS) * spec.vocab_size * SAMPLER_BYTES_PER_LOGIT
+    return max_num_batched_tokens * per_token + logits + sampler
 
 
 def padded_tokens(lengths: np.ndarray, batch_rows: int) -> int:
@@ -78,7 +85,9 @@ def plan_job(
     max_num_batched_tokens: int,
     prompt_lens: np.ndarray,
     max_tokens: np.ndarray,
-    num_row_errors: int,
+    num_row_errors: int = 0,
+    num_too_long: int = 0,
+    num_empty: int = 0,
     device_total_bytes: int,
     device_free_bytes: int,
     activation_peak_bytes: int,
@@ -87,7 +96,8 @@ def plan_job(
 ) -> Plan:
     """Plan a job from its rows' lengths.
 
-    prompt_lens, max_tokens: (num_rows,) tokens of each row with a usable prompt, and how many it may generate.
+    prompt_lens, max_tokens: (num_rows,) tokens of each row with a usable prompt, and how many it may generate. Rows that ended
+    before (`num_row_errors`, `num_too_long`, and `num_empty` that ask for no token) are only counted.
 
     Raises:
         MemoryPlanError: the pool can't hold even the shortest row; the message has every number.
@@ -124,9 +134,9 @@ def plan_job(
         device_free_bytes=device_free_bytes,
         available_kv_bytes=available_kv_bytes,
         max_block_num=int(max_block_num),
-        num_rows=len(prompt_lens) + num_row_errors,
+        num_rows=len(prompt_lens) + num_row_errors + num_too_long + num_empty,
         num_row_errors=num_row_errors,
-        num_too_long=int(too_long.sum()),
+        num_too_long=num_too_long + int(too_long.sum()),
         num_too_large=int(too_large.sum()),
         prompt_tokens=prompt_tokens,
         max_new_tokens=int(np.minimum(max_tokens, max_model_len - prompt_lens)[runs].sum()),
@@ -137,4 +147,43 @@ def plan_job(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
+def plan_requests(
+    requests: list[Request],
+    spec: ModelSpec,
+    config: EngineConfig,
+    *,
+    device: DeviceMemory,
+    own_bytes: int,
+    pending_bytes: int,
+    activation_peak_bytes: int,
+    **not_run: int,
+) -> Plan:
+    """Plan requests on a device; see `plan_job` and `memory.available_kv_bytes`.
+
+    Raises:
+        MemoryPlanError: the pool can't hold even the shortest row.
+    """
+    assert config.block_size and config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+    available = config.kv_cache_memory_bytes
+    if available is None:
+        available = available_kv_bytes(
+            device, utilization=config.gpu_memory_utilization, own_bytes=own_bytes, pending_bytes=pending_bytes
+        )
+    return plan_job(
+        spec,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prompt_lens=np.array([r.num_prompt_tokens for r in requests], dtype=np.int64),
+        max_tokens=np.array([r.max_tokens for r in requests], dtype=np.int64),
+        device_total_bytes=device.total_bytes,
+        device_free_bytes=device.free_bytes,
+        activation_peak_bytes=activation_peak_bytes,
+        available_kv_bytes=available,
+        num_gpu_blocks_override=config.num_gpu_blocks_override,
+        **not_run,
     )

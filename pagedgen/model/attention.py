@@ -17,8 +17,43 @@ from ..kernels.api import Backend
 
 ATTENTION_NAME = "pagedgen"
 
-# Keyword arguments that would change the arithmetic; a model that passes one of them with a value is refused.
-_UNSUPPORTED = ("position_bias", "head_mask", "attention_bias", "alibi", "attn_bias")
+# Named options that change the arithmetic, and tensors that don't: what they say is in the packed batch already.
+_UNSUPPORTED = ("position_bias", "head_mask", "attention_bias", "alibi", "attn_bias", "sinks")
+_HARMLESS_TENSORS = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
+
+
+def check_attention_call(module: torch.nn.Module, attention_mask: Any, options: dict[str, Any]) -> None:
+    """Refuse what the paged kernels would leave out: masks, biases, index tensors, attention in both directions.
+
+    `options`: keyword arguments besides the ones the kernels take.
+
+    Raises:
+        ModelError: the message names the module and what it wants.
+    """
+    name = type(module).__name__
+    if attention_mask is not None:
+        raise ModelError(f"{name} passes a mask of its own to its attention, which the paged kernels don't support")
+    for option, value in options.items():
+        foreign = isinstance(value, torch.Tensor) and option not in _HARMLESS_TENSORS
+        if foreign or (option in _UNSUPPORTED and value is not None):
+            raise ModelError(f"{name} passes {option} to its attention, which the paged kernels don't support")
+    if not getattr(module, "is_causal", True):
+        raise ModelError(f"{name} attends in both directions; only causal models can be generated from")
+
+
+def window_in_mask_only(module: torch.nn.Module, sliding_window: int | None) -> int | None:
+    """Return the sliding window of a layer that doesn't hand it to its attention function but relies on a mask.
+
+    Packed batches build no mask, so such a model is exact only while no row is longer than the window.
+    """
+    config = getattr(module, "config", None)
+    declared = getattr(config, "sliding_window", None)
+    if sliding_window is not None or not declared:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return declared if kinds[int(module.layer_idx)] == "sliding_attention" else None  # type: ignore[arg-type]
+    return declared if getattr(config, "use_sliding_window", True) else None
 
 
 @dataclass
@@ -36,6 +71,8 @@ class AttentionStep:
     prefill_cu_seqlens_q: torch.Tensor
     prefill_seq_lens: torch.Tensor
     max_seqlen_q: int
+    max_model_len: int
+    checked_layers: set[int]  # layers whose call was found to ask for nothing the kernels leave out; kept between steps
 
 
 def paged_attention(
@@ -60,17 +97,23 @@ def paged_attention(
     """
     if paged_step is None:
         raise ModelError(f"{type(module).__name__} does not hand keyword arguments on to its attention function")
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} uses {name}, which the paged kernels don't support")
     step, layer_id = paged_step, int(module.layer_idx)  # type: ignore[arg-type]
+    if layer_id not in step.checked_layers:
+        check_attention_call(module, attention_mask, kwargs)
+        window = window_in_mask_only(module, sliding_window)
+        if window is not None and window < step.max_model_len:
+            raise ModelError(
+                f"{type(module).__name__} has a window of {window} tokens only in its mask; pass --max-model-len {window}"
+            )
+        step.checked_layers.add(layer_id)
     key_cache, value_cache = step.cache_layers[layer_id]
     if key.shape[1] != key_cache.shape[1] or key.shape[3] != key_cache.shape[3] or value.shape != key.shape:
         raise ModelError(
             f"layer {layer_id} has {key.shape[1]} KV heads of {key.shape[3]}/{value.shape[3]} dimensions (K/V), "
             f"the pool {key_cache.shape[1]} of {key_cache.shape[3]}: only models with one KV shape can run"
         )
-    q, k, v = (_rows(t) for t in (query, key, value))
+    # Rotary embeddings and norms may leave fp32 behind; the pool and the kernels have one dtype.
+    q, k, v = (_rows(t.to(key_cache.dtype)) for t in (query, key, value))
     total, live = q.shape[0], step.num_tokens
     step.backend.write_kv(k[:live], v[:live], key_cache, value_cache, step.slot_mapping)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -101,7 +144,7 @@ def paged_attention(
             max_seqlen_q=step.max_seqlen_q,
             **options,
         )
-    return out[None], None
+    return out[None].to(query.dtype), None
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:

@@ -136,13 +136,15 @@ class _Probe:
     """What each attention call of a forward on the meta device asked for."""
 
     layers: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # heads, kv_heads, key dim, value dim
+    mask_only_window: int | None = None  # the smallest window that a layer leaves to a mask
 
-    def attention(self, module, query, key, value, attention_mask, **kwargs):
-        for name in attention._UNSUPPORTED:
-            if kwargs.get(name) is not None:
-                raise ModelError(f"{type(module).__name__} uses {name}, which the paged kernels don't support")
-        if not getattr(module, "is_causal", True):
-            raise ModelError(f"{type(module).__name__} attends in both directions; only causal models can be generated from")
+    def attention(
+        self, module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None, s_aux=None, **kwargs
+    ):
+        attention.check_attention_call(module, attention_mask, kwargs)
+        window = attention.window_in_mask_only(module, sliding_window)
+        if window is not None:
+            self.mask_only_window = min(window, self.mask_only_window or window)
         layer_id = int(module.layer_idx)
         if layer_id in self.layers:
             raise ModelError(f"layer {layer_id} attends twice ({type(module).__name__}); only one K/V a layer can be paged")
@@ -201,6 +203,22 @@ def _rope_limit(text_config: Any) -> int | None:
     return None
 
 
+def _context_limit(files: ModelFiles, text_config: Any, probe: _Probe) -> tuple[int, str]:
+    """Return the longest row that can run, and what limits it."""
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if not positions:
+        raise ModelError(f"{files.name} ({text_config.model_type}) does not say its max_position_embeddings")
+    limits = [(int(positions), "the positions the model has")]
+    rope = _rope_limit(text_config)
+    if rope is not None:
+        limits.append((rope, "its original context: past it, one long row would change every row's rotary embedding"))
+    if probe.mask_only_window is not None:
+        limits.append(
+            (probe.mask_only_window, "its sliding window, which its code applies by a mask that packed batches don't build")
+        )
+    return min(limits)
+
+
 def inspect_model(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     """Return a model's shapes and sizes from its config alone, by building it and running it once without weights.
 
@@ -209,7 +227,8 @@ def inspect_model(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tup
     """
     _check_family(files, config)
     text = config.get_text_config()
-    model, layers = _probe(files, config, dtype)
+    model, probe = _probe(files, config, dtype)
+    layers = probe.layers
     num_layers = text.num_hidden_layers
     if not layers:  # data-dependent code can't run without weights: take the config's word, the first batch checks it
         heads = text.num_attention_heads
@@ -227,11 +246,10 @@ def inspect_model(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tup
             f"{files.name} ({config.model_type}) has K/V of different shapes {sorted(shapes)} "
             "(heads, KV heads, key and value dimension); one shape for all layers is needed"
         )
-    max_model_len = getattr(text, "max_position_embeddings", None)
-    if not max_model_len:
-        raise ModelError(f"{files.name} ({config.model_type}) does not say its max_position_embeddings; pass --max-model-len")
-    limit = _rope_limit(text)
+    max_model_len, limited_by = _context_limit(files, text, probe)
     tied = {id(p): p for p in model.parameters()}
+    head = model.get_output_embeddings()
+    tied_head = head is not None and head.weight is model.get_input_embeddings().weight
     return ModelSpec(
         model_type=config.model_type,
         dtype=dtype,
@@ -242,13 +260,15 @@ def inspect_model(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tup
         hidden_size=text.hidden_size,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocab_size=text.vocab_size,
-        max_model_len=min(int(max_model_len), limit) if limit else int(max_model_len),
+        max_model_len=max_model_len,
+        max_model_len_limited_by=limited_by,
         weights_bytes=sum(p.numel() for p in tied.values()) * DTYPE_BYTES[dtype],
+        tied_head_bytes=text.vocab_size * text.hidden_size * DTYPE_BYTES[dtype] if tied_head else 0,
         eos_token_ids=eos_token_ids,
     )
 
 
-def _probe(files: ModelFiles, config: Any, dtype: str) -> tuple[torch.nn.Module, dict[int, tuple[int, int, int, int]]]:
+def _probe(files: ModelFiles, config: Any, dtype: str) -> tuple[torch.nn.Module, _Probe]:
     """Build the model on the meta device and run four tokens through it, recording what its attention asks for."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -274,13 +294,16 @@ def _probe(files: ModelFiles, config: Any, dtype: str) -> tuple[torch.nn.Module,
             model(input_ids=ids, position_ids=ids, use_cache=False)
     except ModelError:
         raise
-    except Exception:  # whatever foreign modelling code raises on tensors without data
-        return model, {}
-    return model, probe.layers
+    except Exception:  # whatever foreign modelling code raises on tensors without data; the first batch checks again
+        probe.layers.clear()
+    return model, probe
 
 
 def best_dtype(device: str, config: Any) -> str:
-    """Return the dtype "auto" stands for: the checkpoint's on GPU; bf16 on CPUs with bf16 arithmetic, fp32 on others."""
+    """Return the dtype "auto" stands for.
+
+    On GPU the checkpoint's (bf16 for an fp32 one); on CPU bf16 where the processor has bf16 arithmetic, else fp32.
+    """
     if device == "cuda":
         stored = str(getattr(config.get_text_config(), "dtype", None) or "bfloat16").removeprefix("torch.")
         return stored if stored in ("float16", "bfloat16") else "bfloat16"

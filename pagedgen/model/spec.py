@@ -22,7 +22,9 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     max_model_len: int
+    max_model_len_limited_by: str
     weights_bytes: int  # tied weights counted once
+    tied_head_bytes: int  # of an output head that shares the embedding's weight: on CPU it is packed into a copy
     eos_token_ids: tuple[int, ...]
 
     @property

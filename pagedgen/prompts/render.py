@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InputError, RowError
+from ..errors import InputError, RowError, UsageError
 
 MESSAGES_COLUMN = "messages"
 # In this order; the first that a row has is its prompt.
@@ -40,6 +40,8 @@ class PromptRenderer:
         Raises:
             InputError: the message names the columns found.
         """
+        if self._prompt_column and self._messages_column:
+            raise UsageError("--prompt-column and --messages-column exclude each other: a row has one prompt")
         if not has_rows:
             return
         found = ", ".join(names) or "none"
@@ -68,11 +70,11 @@ class PromptRenderer:
         """
         column = self._column(values)
         value = values[column]
-        if column == (self._messages_column or MESSAGES_COLUMN) and self._prompt_column is None:
+        if column == self._messages_column or (column == MESSAGES_COLUMN and self._prompt_column is None):
             return Rendered(text=self._render_chat(value), from_template=True)
         if value is None:
             raise RowError("null_prompt", f"column {column} is null")
-        if column == TOKEN_IDS_COLUMN and self._prompt_column is None:
+        if column == TOKEN_IDS_COLUMN:
             return Rendered(token_ids=_token_ids(value))
         if not isinstance(value, str):
             raise RowError("not_text", f"column {column} holds {type(value).__name__}, not text")
@@ -84,9 +86,9 @@ class PromptRenderer:
             if named not in values:
                 raise RowError("missing_prompt", f"the row has no column {named}")
             return named
-        for column in (MESSAGES_COLUMN, *PROMPT_COLUMNS, TOKEN_IDS_COLUMN):
-            if column in values:
-                return column
+        present = [c for c in (MESSAGES_COLUMN, *PROMPT_COLUMNS, TOKEN_IDS_COLUMN) if c in values]
+        if present:  # in Parquet every row has every column, most of them null
+            return next((c for c in present if values[c] is not None), present[0])
         raise RowError("missing_prompt", f"the row has none of the columns {MESSAGES_COLUMN}, {', '.join(PROMPT_COLUMNS)}")
 
     def _render_chat(self, value: Any) -> str:

@@ -22,10 +22,9 @@ _PARQUET_BATCH_ROWS = 1024
 
 @dataclass
 class Row:
-    """One record: where it came from and what it holds, or why it could not be read."""
+    """One record: its place in its file and what it holds, or why it could not be read."""
 
     index: int
-    file: str
     position: int  # physical line (1-based) in JSONL, row number (0-based) in Parquet
     values: dict[str, Any]
     error: RowError | None = None
@@ -75,7 +74,7 @@ def read_rows(files: list[Path], limit: int | None = None) -> Iterator[Row]:
         for position, values, error in rows:
             if limit is not None and index >= limit:
                 return
-            yield Row(index, str(file), position, values, error)
+            yield Row(index, position, values, error)
             index += 1
 
 

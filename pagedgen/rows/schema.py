@@ -59,6 +59,12 @@ class OutputSchema:
             names[column] = name
         object.__setattr__(self, "names", names)
 
+    @property
+    def columns(self) -> list[str]:
+        """Return the output's column names in order."""
+        tail = [c for c in TAIL_COLUMNS if c != "token_ids" or self.with_token_ids]
+        return [*HEAD_COLUMNS, *self.names.values(), *tail]
+
     def to_dict(self, result: Result) -> dict[str, Any]:
         """Return one output row with every column present."""
         row: dict[str, Any] = {"id": result.row_id, "row_index": result.row_index, "sample_index": 0}
@@ -91,7 +97,7 @@ class OutputSchema:
         fields += [pa.field("row_index", pa.int64()), pa.field("sample_index", pa.int32())]
         for column in self.input_columns:
             name = self.names[column]
-            fields.append(pa.field(name, input_types.get(column) or _infer(row[name] for row in rows)))
+            fields.append(pa.field(text_of(name), input_types.get(column) or _infer(row[name] for row in rows)))
         ours = {
             "response": pa.string(),
             "token_ids": pa.list_(pa.int32()),
@@ -144,5 +150,10 @@ def fit(value: Any, arrow_type: Any) -> Any:
     if value is None or not (pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type)):
         return value
     if not isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False, default=str)
-    return value.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate has no UTF-8 form
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    return text_of(value)
+
+
+def text_of(value: str) -> str:
+    """Return text that has a UTF-8 form: a lone surrogate, which has none, becomes a question mark."""
+    return value.encode("utf-8", "replace").decode("utf-8")

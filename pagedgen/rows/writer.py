@@ -34,19 +34,28 @@ def check_output(output: str, *, overwrite: bool, inputs: list[Path]) -> str:
     path = Path(output)
     if path.suffix not in FORMATS:
         raise UsageError(f"--output {output}: the suffix must be one of {', '.join(FORMATS)} (or - for JSONL on stdout)")
-    if any(path.exists() and file.samefile(path) for file in inputs):
-        raise UsageError(f"--output {output} is one of the inputs")
-    if path.is_dir():
-        raise UsageError(f"--output {output} is a directory")
+    check_writable(output, "--output", inputs)
     if path.exists() and not overwrite:
         raise UsageError(f"--output {output} exists; pass --overwrite to replace it")
-    directory = path.parent
+    return FORMATS[path.suffix]
+
+
+def check_writable(name: str, flag: str, inputs: list[Path]) -> None:
+    """Refuse a path that can't be written or must not be.
+
+    Raises:
+        UsageError: one of the inputs, or a directory; OutputError: its directory is missing or can't be written.
+    """
+    path = Path(name)
+    if path.is_dir():
+        raise UsageError(f"{flag} {name} is a directory")
+    if any(path.exists() and file.exists() and file.samefile(path) for file in inputs):
+        raise UsageError(f"{flag} {name} is one of the inputs")
     try:
-        with tempfile.TemporaryFile(dir=directory):
+        with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise OutputError(f"can't write into {directory}: {error.strerror} (errno {error.errno})") from error
-    return FORMATS[path.suffix]
+        raise OutputError(f"can't write into {path.parent}: {error.strerror} (errno {error.errno})") from error
 
 
 @contextlib.contextmanager
@@ -76,54 +85,80 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         raise OutputError(f"can't write {path}: {error.strerror} (errno {error.errno})") from error
 
 
-def write_results(
-    output: str,
-    output_format: str,
-    results: list[Result],
-    schema: OutputSchema,
-    *,
-    input_types: dict[str, Any],
-    id_column: str | None,
-) -> None:
-    """Write finished rows, already in input order.
+class ResultWriter:
+    """Writes a job's results once, in input order, to one file or to stdout."""
 
-    Raises:
-        OutputError: the file can't be written, or the reader of stdout has gone.
-    """
-    if output == "-":
+    def __init__(
+        self,
+        output: str,
+        output_format: str,
+        input_columns: list[str],
+        id_column: str | None,
+        *,
+        input_types: dict[str, Any],
+        with_token_ids: bool,
+    ):
+        """`input_types`: Arrow types of Parquet input columns. An `id` column that is the row's id isn't carried twice."""
+        self._output = output
+        self._format = output_format
+        self._id_column = id_column
+        self._input_types = input_types
+        self._schema = OutputSchema(tuple(c for c in input_columns if c != "id" or id_column != "id"), with_token_ids)
+
+    def check(self, results: list[Result]) -> None:
+        """Fail now, before the hours of work, if the rows' own columns can't be written. `results` hold no answers yet."""
+        if self._format == "parquet":
+            self._tables([self._schema.to_dict(r) for r in results])
+        else:
+            for result in results:
+                json_line(self._schema.to_dict(result))
+
+    def write(self, results: list[Result]) -> None:
+        """Write all results.
+
+        Raises:
+            OutputError: the file can't be written, or the reader of stdout has gone.
+        """
+        if self._output == "-":
+            self._write_stdout(results)
+            return
+        with atomic_file(Path(self._output)) as file:
+            if self._format == "jsonl":
+                for result in results:
+                    file.write(json_line(self._schema.to_dict(result)))
+            else:
+                import pyarrow.parquet as pq
+
+                schema, tables = self._tables([self._schema.to_dict(r) for r in results])
+                with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+                    for table in tables:
+                        writer.write_table(table)
+
+    def _write_stdout(self, results: list[Result]) -> None:
         try:
             for result in results:
-                sys.stdout.buffer.write(json_line(schema.to_dict(result)))
+                sys.stdout.buffer.write(json_line(self._schema.to_dict(result)))
             sys.stdout.buffer.flush()
-        except BrokenPipeError as error:
-            # What is still buffered has no reader; without this Python would complain once more when it exits.
+        except OSError as error:
+            # What is still buffered can't be written; without this Python would complain once more when it exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise OutputError("stdout was closed before all rows were written") from error
-        return
-    with atomic_file(Path(output)) as file:
-        if output_format == "jsonl":
-            for result in results:
-                file.write(json_line(schema.to_dict(result)))
-        else:
-            _write_parquet(file, [schema.to_dict(r) for r in results], schema, input_types, id_column)
+            reason = "it was closed" if isinstance(error, BrokenPipeError) else f"{error.strerror} (errno {error.errno})"
+            raise OutputError(f"can't write all rows to stdout: {reason}") from error
 
+    def _tables(self, rows: list[dict[str, Any]]) -> tuple[Any, list[Any]]:
+        """Return the Arrow schema and the rows as tables of one row group each."""
+        import pyarrow as pa
 
-def _write_parquet(
-    file: IO[bytes],
-    rows: list[dict[str, Any]],
-    schema: OutputSchema,
-    input_types: dict[str, Any],
-    id_column: str | None,
-) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    arrow_schema = schema.arrow_schema(rows, input_types, id_column)
-    with pq.ParquetWriter(file, arrow_schema, compression="zstd") as writer:
-        for start in range(0, len(rows), _ROWS_PER_GROUP):
+        schema = self._schema.arrow_schema(rows, self._input_types, self._id_column)
+        tables = []
+        for start in range(0, max(len(rows), 1), _ROWS_PER_GROUP):
             group = rows[start : start + _ROWS_PER_GROUP]
-            columns = [pa.array([fit(row[f.name], f.type) for row in group], type=f.type) for f in arrow_schema]
-            writer.write_table(pa.Table.from_arrays(columns, schema=arrow_schema))
+            columns = [
+                pa.array([fit(row[name], field.type) for row in group], type=field.type)
+                for name, field in zip(self._schema.columns, schema, strict=True)
+            ]
+            tables.append(pa.Table.from_arrays(columns, schema=schema))
+        return schema, tables
 
 
 def json_line(row: dict[str, Any]) -> bytes:

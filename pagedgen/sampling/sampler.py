@@ -6,10 +6,13 @@ import numpy as np
 import torch
 
 from ..request import Sequence
+from ..sampling_params import SamplingParams
 from .philox import uniforms
 
 # How many candidates are sorted first for top_p; rows whose nucleus is larger sort the whole vocabulary.
 _NUCLEUS_GUESS = 1024
+# Random rows drawn together; bounds the sampler's work space (about 48 bytes a logit).
+ROWS_AT_ONCE = 32
 
 
 class Sampler:
@@ -47,67 +50,93 @@ class Sampler:
         return logits
 
     def _draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-        params = [s.request.params for s in sequences]
-        device = logits.device
+        """Draw rows at random, a few at a time: the work space of a large vocabulary is many times its logits."""
         u = uniforms(
             np.array([s.request.seed for s in sequences], dtype=np.uint64),
             np.array([s.request.row_index for s in sequences]),
             np.zeros(len(sequences), dtype=np.int64),
             np.array([s.num_generated_tokens for s in sequences]),
         )
-        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
-        scaled = logits.float() / temperature[:, None]
+        params = [s.request.params for s in sequences]
         chosen = [-1] * len(sequences)
         filtered = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
-        plain = [i for i in range(len(params)) if i not in set(filtered)]
-        if plain:
-            probs = torch.softmax(scaled[plain], dim=-1)
-            for i, token in zip(plain, _pick(probs, [params[i].min_p for i in plain], u[plain]), strict=True):
-                chosen[i] = token
-        for i in filtered:
-            chosen[i] = _draw_from_sorted(scaled[i], params[i].top_k, params[i].top_p, params[i].min_p, float(u[i]))
+        plain = [i for i, p in enumerate(params) if not (p.top_k > 0 or p.top_p < 1.0)]
+        for places, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
+            for start in range(0, len(places), ROWS_AT_ONCE):
+                rows = places[start : start + ROWS_AT_ONCE]
+                group = [params[i] for i in rows]
+                scaled = _scale(logits[rows].float(), _column(group, "temperature", torch.float32, logits.device))
+                tokens = draw(scaled, group, torch.from_numpy(u[rows]).to(logits.device))
+                for i, token in zip(rows, tokens, strict=True):
+                    chosen[i] = token
         return chosen
 
 
-def _pick(probs: torch.Tensor, min_ps: list[float], u: np.ndarray) -> list[int]:
-    """Draw by inverting the cumulative distribution in id order, after the min_p filter. probs (S, vocab) fp32."""
-    if any(min_ps):
-        floor = torch.tensor(min_ps, dtype=probs.dtype, device=probs.device) * probs.amax(dim=-1)
-        probs = torch.where(probs >= floor[:, None], probs, torch.zeros((), dtype=probs.dtype, device=probs.device))
-    cumulative = probs.double().cumsum(dim=-1)
-    target = torch.from_numpy(u).to(probs.device) * cumulative[:, -1]
-    index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    return index.clamp(max=probs.shape[-1] - 1).tolist()
+def _scale(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Divide by the temperature, relative to the largest: a tiny temperature gives 0 and -inf, not inf and NaN."""
+    return (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp_min(1e-30)
 
 
-def _draw_from_sorted(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float, u: float) -> int:
-    """Draw one row with top_k, top_p and min_p. Candidates are ordered by logit, ties by id."""
-    vocab = scaled.shape[0]
-    count = min(top_k, vocab) if top_k > 0 else min(_NUCLEUS_GUESS, vocab)
-    log_total = torch.logsumexp(scaled, dim=-1)
-    ids = _top_ids(scaled, count)
-    probs = torch.exp(scaled[ids] - log_total).double()
-    if top_k <= 0 and count < vocab and float(probs.sum()) < top_p:
-        ids = _top_ids(scaled, vocab)
-        probs = torch.exp(scaled[ids] - log_total).double()
-    if top_k > 0:
-        probs = probs / probs.sum()
-    if top_p < 1.0:  # keep the smallest head that reaches top_p, at least one
-        before = probs.cumsum(dim=-1) - probs
-        kept = int((before < top_p).sum())
-        ids, probs = ids[:kept], probs[:kept]
-    if min_p > 0.0:
-        keep = probs >= min_p * probs[0]
-        ids, probs = ids[keep], probs[keep]
+def _draw_plain(scaled: torch.Tensor, params: list[SamplingParams], u: torch.Tensor) -> list[int]:
+    """Draw by inverting the cumulative distribution in id order, after the min_p filter. scaled (S, vocab) fp32."""
+    probs = torch.softmax(scaled, dim=-1)
+    if any(p.min_p for p in params):
+        floor = _column(params, "min_p", probs.dtype, probs.device) * probs.amax(dim=-1, keepdim=True)
+        probs = torch.where(probs >= floor, probs, 0.0)
+    return _invert(probs.double(), u).tolist()
+
+
+def _draw_filtered(scaled: torch.Tensor, params: list[SamplingParams], u: torch.Tensor) -> list[int]:
+    """Draw with top_k, top_p and min_p, from candidates ordered by logit, ties by id. scaled (S, vocab) fp32."""
+    vocab = scaled.shape[1]
+    count = min(vocab, max(_NUCLEUS_GUESS, *(p.top_k for p in params)))
+    ids, probs = _candidates(scaled, count)
+    # A row without top_k whose nucleus is larger than the guess is drawn from the whole order.
+    larger = [i for i, p in enumerate(params) if p.top_k <= 0 and count < vocab and float(probs[i].sum()) < p.top_p]
+    tokens = _choose(ids, probs, params, u)
+    if larger:
+        whole = _choose(*_candidates(scaled[larger], vocab), [params[i] for i in larger], u[larger])
+        for i, token in zip(larger, whole, strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _candidates(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids (S, count) of the largest logits in order, and their probabilities among the whole vocabulary (fp64).
+
+    Order by value and then id is made total by sorting both in one integer: the float's bits, which sort like integers once
+    negative ones are flipped, above the inverted id.
+    """
+    bits = (scaled + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal to 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ids = torch.arange(scaled.shape[1], device=scaled.device)
+    keys = (ordered << 32) | (0xFFFFFFFF - ids)
+    top = 0xFFFFFFFF - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+    log_total = torch.logsumexp(scaled, dim=-1, keepdim=True)
+    return top, torch.exp(scaled.gather(1, top) - log_total).double()
+
+
+def _choose(ids: torch.Tensor, probs: torch.Tensor, params: list[SamplingParams], u: torch.Tensor) -> list[int]:
+    """Apply top_k, then top_p on what is left, then min_p, and draw. ids, probs (S, count), most likely first."""
+    place = torch.arange(probs.shape[1], device=probs.device)
+    top_k = _column(params, "top_k", probs.dtype, probs.device)
+    probs = torch.where((top_k <= 0) | (place < top_k), probs, 0.0)
+    total = torch.where(top_k > 0, probs.sum(dim=-1, keepdim=True), 1.0)
+    before = probs.cumsum(dim=-1) - probs
+    top_p = _column(params, "top_p", probs.dtype, probs.device)
+    probs = torch.where((top_p >= 1.0) | (before < top_p * total), probs, 0.0)  # the first always stays
+    probs = torch.where(probs >= _column(params, "min_p", probs.dtype, probs.device) * probs[:, :1], probs, 0.0)
+    return ids.gather(1, _invert(probs, u)[:, None])[:, 0].tolist()
+
+
+def _column(params: list[SamplingParams], name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return one parameter of each row as a column (S, 1)."""
+    return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)[:, None]
+
+
+def _invert(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Return for each row the first place where the cumulative probability passes u times the total. probs (S, N) fp64."""
     cumulative = probs.cumsum(dim=-1)
-    index = int(torch.searchsorted(cumulative, cumulative[-1:] * u, right=True)[0])
-    return int(ids[min(index, len(ids) - 1)])
-
-
-def _top_ids(scaled: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ids of the `count` largest logits, ties by id."""
-    if count == scaled.shape[0]:
-        return torch.sort(scaled, descending=True, stable=True).indices
-    threshold = torch.topk(scaled, count).values[-1]
-    ids = torch.nonzero(scaled >= threshold)[:, 0]  # in id order, ties at the threshold included
-    return ids[torch.sort(scaled[ids], descending=True, stable=True).indices][:count]
+    places = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+    last = (probs > 0).long().cumsum(dim=-1).argmax(dim=-1)  # rounding must not pick past the last candidate
+    return torch.minimum(places, last)

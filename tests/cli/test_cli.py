@@ -129,6 +129,12 @@ def test_parquet_in_and_out(tiny_model, tmp_path, stop_early):
         (["run", "MODEL", "nothing.jsonl", "-o", "o.jsonl"], "no such file: nothing.jsonl"),
         (["run", "MODEL", "PROMPTS", "-o", "o.csv"], "suffix"),
         (["run", "MODEL", "PROMPTS", "-o", "existing.jsonl"], "--overwrite"),
+        (["run", "MODEL", "PROMPTS", "-o", "PROMPTS"], "one of the inputs"),
+        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "PROMPTS"], "one of the inputs"),
+        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "o.jsonl"], "is the output"),
+        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "."], "is a directory"),
+        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--kv-cache-memory-bytes", "1000"], "can't hold one row"),
+        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--prompt-column", "prompt", "--messages-column", "id"], "exclude"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--prompt-column", "x"], "found id, prompt, label"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--id-column", "x"], "found id, prompt, label"),
         (["run", "MODEL", "labels.jsonl", "-o", "o.jsonl"], "no prompt column"),
@@ -185,6 +191,25 @@ def test_what_can_not_run_is_told_in_one_sentence_with_exit_code_2(tiny_model, p
     assert done.stdout == ""
     assert not (tmp_path / "o.jsonl").exists()
     assert (tmp_path / "existing.jsonl").read_text() == "kept\n"
+
+
+def test_a_full_device_behind_stdout_is_an_output_error(tiny_model, prompts):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, "run", str(tiny_model()), str(prompts), "-o", "-", "--max-tokens", "3"],
+            stdout=full, stderr=subprocess.PIPE, text=True, env=ENV, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 4
+    assert "errno 28" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_rows_that_ask_for_nothing_are_no_errors(tiny_model, prompts, tmp_path):
+    plan = json.loads(pagedgen("plan", tiny_model(), prompts, "--json", "--max-tokens", 0).stdout)
+    assert (plan["num_rows"], plan["num_row_errors"]) == (6, 0)
+    done = pagedgen("run", tiny_model(), prompts, "-o", tmp_path / "o.jsonl", "--max-tokens", 0)
+    assert done.returncode == 0, done.stderr
+    assert {r["finish_reason"] for r in read_jsonl(tmp_path / "o.jsonl")} == {"length"}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

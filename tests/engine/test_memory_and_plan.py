@@ -18,7 +18,7 @@ def spec(**changes):
     llama2_7b = {
         "model_type": "llama", "dtype": "float16", "num_layers": 32, "num_heads": 32, "num_kv_heads": 32, "head_dim": 128,
         "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000, "max_model_len": 4096,
-        "weights_bytes": 13_476_839_424, "eos_token_ids": (2,),
+        "weights_bytes": 13_476_839_424, "tied_head_bytes": 0, "max_model_len_limited_by": "x", "eos_token_ids": (2,),
     }  # fmt: skip
     return ModelSpec(**{**llama2_7b, **changes})
 
@@ -143,15 +143,19 @@ def test_bad_settings_name_their_flag(settings, named):
 
 
 def test_settings_resolve_to_something_complete():
-    got = EngineConfig(model="m").resolve(device="cpu", dtype="float32", max_model_len=64, threads=2)
+    got = EngineConfig(model="m").resolve(
+        device="cpu", dtype="float32", max_model_len=64, limited_by="its positions", threads=2
+    )
     assert None not in [
         v for k, v in got.to_dict().items() if k not in ("revision", "kv_cache_memory_bytes", "num_gpu_blocks_override")
     ]
     assert (got.backend, got.block_size, got.max_model_len) == ("cpu", 32, 64)
-    on_gpu = EngineConfig(model="m").resolve(device="cuda", dtype="bfloat16", max_model_len=64, threads=2)
+    on_gpu = EngineConfig(model="m").resolve(
+        device="cuda", dtype="bfloat16", max_model_len=64, limited_by="its positions", threads=2
+    )
     assert (on_gpu.backend, on_gpu.block_size) == ("gpu", 16)
     tight = EngineConfig(model="m", max_num_batched_tokens=7).resolve(
-        device="cpu", dtype="float32", max_model_len=64, threads=1
+        device="cpu", dtype="float32", max_model_len=64, limited_by="its positions", threads=1
     )
     assert tight.max_num_seqs == 7
 
@@ -166,4 +170,6 @@ def test_settings_resolve_to_something_complete():
 )
 def test_settings_that_contradict_the_model_or_each_other(settings, named):
     with pytest.raises(UsageError, match=named):
-        EngineConfig(model="m", **settings).resolve(device="cpu", dtype="float32", max_model_len=64, threads=2)
+        EngineConfig(model="m", **settings).resolve(
+            device="cpu", dtype="float32", max_model_len=64, limited_by="its positions", threads=2
+        )

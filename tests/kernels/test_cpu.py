@@ -159,6 +159,13 @@ def test_write_kv_fills_exactly_the_mapped_slots(dtype):
         assert int((~got[..., 0].isnan()).sum()) == 19 * 3
 
 
+def test_write_kv_refuses_another_dtype():
+    pool = torch.zeros(2, 1, 4, 8, dtype=torch.bfloat16)
+    new = torch.ones(1, 1, 8)
+    with pytest.raises(ValueError, match="float32"):
+        cpu.write_kv(new, new, pool, pool, torch.tensor([0]))
+
+
 def test_offsets_pass_two_to_the_31_elements(make_case):
     """A pool whose block stride puts the last blocks past 2**31 elements: memory is reserved, few pages are touched."""
     block_size, head_dim, stride = 16, 64, 2**29

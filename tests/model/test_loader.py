@@ -170,3 +170,40 @@ def test_auto_dtype_follows_the_device():
 
     assert loader.best_dtype("cuda", Config()) == "float16"
     assert loader.best_dtype("cpu", Config()) in ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe_window", "phimoe_window"])
+def test_a_window_that_only_a_mask_knows_limits_the_context(tiny_model, engine_run, reference_generate, make_prompts, family):
+    """Their code never hands the window to its attention: rows up to the window are exact, longer ones are refused."""
+    from pagedgen.errors import RowError, UsageError
+
+    model = tiny_model(family)
+    run = engine_run(model)
+    assert run.engine.opened.config.max_model_len == 9
+    prompts = make_prompts([1, 4, 6])
+    done = run.sequences(prompts)
+    want = reference_generate(model, prompts, 8)
+    for row, sequence in done.items():
+        assert sequence.generated_token_ids == want[row][: 9 - len(prompts[row])]
+    with pytest.raises(RowError, match="max_model_len 9"):
+        run.engine.opened.make_request(0, list(range(7, 17)), None)
+    with pytest.raises(UsageError, match="sliding window"):
+        opened(model, max_model_len=10)
+
+
+def test_options_the_kernels_would_leave_out_are_refused():
+    from pagedgen.model.attention import check_attention_call
+
+    class Attention:
+        is_causal = True
+
+    tensor = torch.zeros(1)
+    check_attention_call(Attention(), None, {"dropout": 0.0, "position_ids": tensor, "use_cache": False, "position_bias": None})
+    for options in ({"indices": tensor}, {"position_bias": tensor}, {"sinks": tensor}):
+        with pytest.raises(ModelError, match=next(iter(options))):
+            check_attention_call(Attention(), None, options)
+    with pytest.raises(ModelError, match="mask of its own"):
+        check_attention_call(Attention(), tensor, {})
+    Attention.is_causal = False
+    with pytest.raises(ModelError, match="both directions"):
+        check_attention_call(Attention(), None, {})

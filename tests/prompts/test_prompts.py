@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedgen.errors import ROW_ERROR_CODES, InputError, RowError
+from pagedgen.errors import ROW_ERROR_CODES, InputError, Interrupted, RowError, UsageError
 from pagedgen.prompts.render import PromptRenderer, Rendered
 from pagedgen.prompts.tokenize import PromptTokenizer
 
@@ -88,6 +88,34 @@ def test_column_order_and_named_columns(tokenizer):
     assert PromptRenderer(tokenizer, prompt_column="other").render(row).text == "o"
     named = PromptRenderer(tokenizer, messages_column="other").render({"other": [USER]})
     assert named == PromptRenderer(tokenizer).render({"messages": [USER]})
+
+
+def test_null_columns_give_way_to_the_one_with_a_prompt(tokenizer):
+    """In Parquet every row has every column; the null ones say nothing."""
+    render = PromptRenderer(tokenizer).render
+    assert render({"messages": None, "prompt": "p", "text": None}).text == "p"
+    assert render({"messages": None, "prompt": None, "prompt_token_ids": [9]}).token_ids == [9]
+    assert error_code(tokenizer, {"messages": None, "prompt": None}) == "null_prompt"
+
+
+def test_a_named_column_may_hold_token_ids(tokenizer):
+    assert PromptRenderer(tokenizer, prompt_column="prompt_token_ids").render({"prompt_token_ids": [7]}).token_ids == [7]
+
+
+def test_two_named_columns_exclude_each_other(tokenizer):
+    with pytest.raises(UsageError, match="exclude each other"):
+        PromptRenderer(tokenizer, prompt_column="a", messages_column="b").check_columns(["a", "b"], has_rows=True)
+
+
+def test_a_signal_while_rendering_is_no_row_error(tokenizer):
+    class Interrupting:
+        chat_template = "x"
+
+        def apply_chat_template(self, *args, **kwargs):
+            raise Interrupted("stopped")
+
+    with pytest.raises(Interrupted):
+        PromptRenderer(Interrupting()).render({"messages": [USER]})
 
 
 def test_unknown_columns_name_those_found(tokenizer):

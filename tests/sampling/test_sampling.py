@@ -166,3 +166,32 @@ def test_nulls_are_not_given():
     assert base.override({"max_tokens": None, "temperature": None, "best_of": None}) == base
     assert base.override(None) == base
     assert base.override({"max_tokens": 3, "stop": "END"}).stop == ("END",)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tiny_temperature_is_greedy(settings, dtype):
+    """Any positive temperature is legal, down to those at which logits / temperature overflows."""
+    logits = (torch.randn(40, VOCAB, generator=torch.Generator().manual_seed(5)) * 30).to(dtype)
+    for temperature in (1e-3, 1e-20, 1e-40, 5e-324):
+        params = SamplingParams(temperature=temperature, **settings)
+        tokens = Sampler(VOCAB)(logits, [sequence(params, row=r) for r in range(40)])
+        best = logits.amax(dim=-1)
+        assert all(logits[r, t] == best[r] for r, t in enumerate(tokens))
+
+
+def test_ties_are_ordered_by_id():
+    logits = torch.zeros(200, VOCAB)
+    logits[:, 30:] = -0.0
+    params = SamplingParams(temperature=1.0, top_k=7)
+    tokens = Sampler(VOCAB)(logits, [sequence(params, row=r) for r in range(200)])
+    assert set(tokens) == set(range(7))
+
+
+def test_planner_knows_the_samplers_work_space():
+    from pagedgen.engine import planner
+    from pagedgen.sampling import sampler
+
+    assert planner.SAMPLER_ROWS == sampler.ROWS_AT_ONCE
