@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from pagedgen import __version__
-from pagedgen.errors import EXIT_INTERNAL, Interrupted, PagedgenError
+from pagedgen.errors import EXIT_INTERNAL, EXIT_USAGE, Interrupted, PagedgenError
 
-from . import model, plan, run
+from . import model, plan, run, signals
 from .output import fail
 
 app = typer.Typer(
@@ -48,12 +48,18 @@ def main() -> None:
     PAGEDGEN_TRACEBACK=1 shows the traceback as well.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    signals.install()
     try:
         app()
     except (PagedgenError, Interrupted) as error:
         _show_traceback()
         fail(str(error))
         sys.exit(error.exit_code)
+    except OSError as error:
+        _show_traceback()
+        where = f" {error.filename}" if error.filename else ""
+        fail(f"can't use{where}: {error.strerror or error} (errno {error.errno})")
+        sys.exit(EXIT_USAGE)
     except Exception as error:
         _show_traceback()
         fail(f"internal error: {type(error).__name__}: {error}. This is a bug in pagedgen; PAGEDGEN_TRACEBACK=1 shows where")

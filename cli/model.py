@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .output import stderr
+from .output import say, stderr
 
 app = typer.Typer(help="Fetch the demo model.", no_args_is_help=True)
 
@@ -26,4 +26,4 @@ def get(
 
     if name in DEMO_MODELS and (force or not (cache_path(name) / "config.json").is_file()):
         stderr.print(f"fetching {name} …", style="dim", highlight=False)
-    typer.echo(str(fetch(name, force=force)))
+    say(str(fetch(name, force=force)))

@@ -102,12 +102,15 @@ def _read_config(ctx: typer.Context, path: str | None) -> str | None:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"--config {path}: can't be read: {error}") from error
-    flags = {p.name for p in ctx.command.params} - {"config", "model", "prompts"}
-    unknown = sorted(k for k in values if k.replace("-", "_") not in flags)
+    flags = {}  # every spelling of a flag -> its parameter
+    for parameter in ctx.command.params:
+        if parameter.name not in ("config", "model", "prompts"):
+            flags.update(dict.fromkeys((o.lstrip("-").replace("_", "-") for o in parameter.opts), parameter.name))
+    unknown = sorted(k for k in values if k.replace("_", "-") not in flags)
     if unknown:
-        known = ", ".join(sorted(str(f).replace("_", "-") for f in flags))
+        known = ", ".join(sorted(f for f in flags if len(f) > 1))
         raise UsageError(f"--config {path}: no such flag: {', '.join(unknown)}; known are {known}")
-    ctx.default_map = {k.replace("-", "_"): v for k, v in values.items()}
+    ctx.default_map = {flags[k.replace("_", "-")]: v for k, v in values.items()}
     return path
 
 
@@ -133,7 +136,10 @@ def parse_bytes(text: str | None, flag: str) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].upper() not in _UNITS:
         raise UsageError(f"{flag} {text} is not a size; write it like 80GiB, 500MB or 1073741824")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size > 2**60:
+        raise UsageError(f"{flag} {text:.40} is more than any device has")
+    return int(size)
 
 
 def read_template(path: str | None) -> str | None:

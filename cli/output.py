@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -13,9 +15,36 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pagedgen.errors import OutputError
 from pagedgen.sampling_params import DEFAULT_MAX_TOKENS
 
-stderr = Console(stderr=True)
+
+class _Stderr(Console):
+    """A reader of the log that goes away, or a full disk behind it, must not end the job."""
+
+    def on_broken_pipe(self) -> None:
+        pass
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            super().print(*args, **kwargs)
+
+
+stderr = _Stderr(stderr=True)
+
+
+def say(text: str) -> None:
+    """Print a command's result on stdout.
+
+    Raises:
+        OutputError: stdout is closed or full.
+    """
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except (OSError, AttributeError, ValueError) as error:
+        raise OutputError(f"can't write to stdout: {error}") from error
+
 
 _PLAIN_LINE_EVERY_S = 10.0
 
@@ -111,7 +140,8 @@ class RunProgress:
 
     def _say(self, event: dict[str, Any], text: str) -> None:
         if self._mode == "json":
-            print(json.dumps(event), file=sys.stderr, flush=True)  # noqa: T201
+            with contextlib.suppress(OSError, ValueError):
+                print(json.dumps(event), file=sys.stderr, flush=True)  # noqa: T201
         elif self._mode != "none" and text:
             stderr.print(text, style="dim", markup=False, highlight=False)
 
@@ -204,4 +234,9 @@ def show_plan(report: Any) -> None:
         f"{plan['padding_saved']:.1%} (prompts padded in batches of {plan['max_num_seqs']:,}: "
         f"{plan['padded_tokens']:,} tokens)",
     )
-    Console().print(table)
+    text = io.StringIO()
+    terminal = Console()
+    Console(file=text, width=terminal.width, force_terminal=terminal.is_terminal, color_system=terminal._color_system).print(
+        table
+    )
+    say(text.getvalue().rstrip("\n"))

@@ -14,7 +14,7 @@ from pagedgen.job import JobConfig, plan_only
 from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 from . import options as opt
-from .output import RunProgress, show_plan
+from .output import RunProgress, say, show_plan
 
 
 def plan(
@@ -80,6 +80,6 @@ def plan(
     with RunProgress("none" if as_json else "auto") as shown:
         report = plan_only(config, shown, opt.parse_bytes(device_memory, "--device-memory"))
     if as_json:
-        typer.echo(json.dumps({**report.plan, "details": asdict(report)}, indent=2))
+        say(json.dumps({**report.plan, "details": asdict(report)}, indent=2))
     else:
         show_plan(report)

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
 
 from pagedgen.config import EngineConfig
-from pagedgen.errors import EXIT_OK, EXIT_ROW_ERRORS, Interrupted, UsageError
+from pagedgen.errors import EXIT_OK, EXIT_ROW_ERRORS, UsageError
 from pagedgen.job import JobConfig, error_rate_exceeded, run_job
 from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 from . import options as opt
+from . import signals
 from .output import RunProgress, show_summary
 
 OUTPUT = "Output"
-
-
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[Callable[[], None]]:
-    """Turn INT and TERM (Slurm's way to end a job) into an orderly end of the run.
-
-    Yields a function that ends this: once the output is being written, finishing is quicker than starting over.
-    """
-
-    def stop(number: int, frame: object) -> None:
-        raise Interrupted(f"stopped by {signal.Signals(number).name}; no output was written, the same command starts over")
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def ignore() -> None:
-        for number in previous:
-            signal.signal(number, signal.SIG_IGN)
-
-    try:
-        yield ignore
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def run(
@@ -183,7 +158,7 @@ def run(
             audit=audit,
         ),
     )
-    with stop_on_signals() as finish, RunProgress(progress, on_writing=finish) as shown:
+    with RunProgress(progress, on_writing=signals.ignore) as shown:
         report = run_job(job, shown)
     note = f" (max_tokens {DEFAULT_MAX_TOKENS}, the default)" if max_tokens is None else ""
     show_summary(report.stats, report.output, report.stats_path, note)

@@ -48,16 +48,16 @@ class EngineConfig:
         size = self.block_size
         if size is not None and (size < 4 or size > 1024 or size & (size - 1)):
             raise UsageError(f"--block-size {size} must be a power of two from 4 to 1024")
-        for flag, value in (
-            ("--max-model-len", self.max_model_len),
-            ("--max-num-seqs", self.max_num_seqs),
-            ("--max-num-batched-tokens", self.max_num_batched_tokens),
-            ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes),
-            ("--num-gpu-blocks-override", self.num_gpu_blocks_override),
-            ("--threads", self.threads),
+        for flag, value, most in (
+            ("--max-model-len", self.max_model_len, 2**31 - 1),
+            ("--max-num-seqs", self.max_num_seqs, 2**16),
+            ("--max-num-batched-tokens", self.max_num_batched_tokens, 2**20),
+            ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes, 2**60),
+            ("--max-block-num", self.num_gpu_blocks_override, 2**31 - 1),  # block ids are 32-bit
+            ("--threads", self.threads, 1024),
         ):
-            if value is not None and value < 1:
-                raise UsageError(f"{flag} {value} must be at least 1")
+            if value is not None and not 1 <= value <= most:
+                raise UsageError(f"{flag} {value} must be between 1 and {most}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(f"--gpu-memory-utilization {self.gpu_memory_utilization} must be above 0 and at most 1")
         if not 0 <= self.seed < 2**64:

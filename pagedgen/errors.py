@@ -70,6 +70,7 @@ ROW_ERROR_CODES = {
     "bad_token_ids": "a token id is outside the model's vocabulary",
     "bad_sampling_params": "the row's sampling_params can't be used",
     "prompt_too_long": "the prompt leaves no room for a token within max_model_len",
+    "nan_logits": "the model's output for the row is not a number",
     "kv_pool_too_small": "the row needs more blocks than the KV pool has",
 }
 

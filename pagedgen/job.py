@@ -121,6 +121,9 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
 
     with stats.timed("open"):
         opened = open_model(config.engine, chat_template=config.chat_template)
+    outside = [t for t in config.sampling.stop_token_ids if t >= opened.spec.vocab_size]
+    if outside:
+        raise UsageError(f"--stop-token-ids {outside[0]} is outside the model's vocabulary of {opened.spec.vocab_size}")
     if not opened.spec.eos_token_ids and not config.sampling.ignore_eos:
         progress.note("the model names no EOS token: rows end only by length or by --stop")
     prompts = _read_prompts(config, files, opened, stats, progress)
@@ -133,8 +136,31 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
         with_token_ids=config.token_ids,
     )
     writer.check([_error_result(row, prompts.ids[row.index], RowError("bad_json", "")) for row in prompts.rows])
-    _estimate(opened, prompts, device_memory_bytes=None)
+    if prompts.requests:
+        plan: Any = _generate(config, opened, prompts, stats, progress)
+    else:
+        progress.note("no row can be run, so the weights are not loaded")
+        plan = None
 
+    progress.phase("writing")
+    ordered = [prompts.results[row.index] for row in prompts.rows]
+    assert len(ordered) == len(prompts.results) == len(prompts.rows), "rows read and rows answered differ"
+    with stats.timed("write"):
+        writer.write(ordered)
+    document = _count(stats, ordered, opened, plan, config)
+    if stats_path is not None:
+        with atomic_file(Path(stats_path)) as file:
+            file.write(json.dumps(document, indent=2).encode() + b"\n")
+    return JobReport(document, config.output, stats_path, len(ordered), stats.rows["error"])
+
+
+def _generate(config: JobConfig, opened: Any, prompts: _Prompts, stats: RunStats, progress: Progress) -> Any:
+    """Load the weights, answer every request into `prompts.results`, and return the plan it ran by.
+
+    Raises:
+        MemoryPlanError: the pool can't hold one row; found before the weights load where the estimate tells.
+    """
+    _estimate(opened, prompts, device_memory_bytes=None)
     progress.phase(f"loading {config.engine.model} ({opened.spec.dtype}, {opened.config.device})")
     from .engine.engine import Engine
 
@@ -164,17 +190,7 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
 
     progress.rows(len(prompts.requests))
     engine.generate(prompts.requests, plan, on_finished=on_finished, on_error=on_error, on_step=progress.step)
-
-    progress.phase("writing")
-    ordered = [results[row.index] for row in prompts.rows]
-    assert len(ordered) == len(results) == len(prompts.rows), "rows read and rows answered differ"
-    with stats.timed("write"):
-        writer.write(ordered)
-    document = _count(stats, ordered, engine, plan, config)
-    if stats_path is not None:
-        with atomic_file(Path(stats_path)) as file:
-            file.write(json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n")
-    return JobReport(document, config.output, stats_path, len(ordered), stats.rows["error"])
+    return plan
 
 
 def plan_only(config: JobConfig, progress: Progress, device_memory_bytes: int | None = None) -> PlanReport:
@@ -244,7 +260,8 @@ def _stats_path(config: JobConfig, inputs: list[Path]) -> str | None:
     if path is not None:
         if config.output != "-" and Path(path).resolve() == Path(config.output).resolve():
             raise UsageError(f"--stats {path} is the output")
-        check_writable(path, "--stats", inputs)
+        # Statistics of an earlier output at their usual place belong to it; a path that was named is somebody's file.
+        check_writable(path, "--stats", overwrite=config.overwrite or config.stats is None, inputs=inputs)
     return path
 
 
@@ -340,7 +357,7 @@ def _error_result(row: Row, row_id: Any, error: RowError, num_prompt_tokens: int
     )
 
 
-def _count(stats: RunStats, results: list[Result], engine: Any, plan: Any, config: JobConfig) -> dict[str, Any]:
+def _count(stats: RunStats, results: list[Result], opened: Any, plan: Any, config: JobConfig) -> dict[str, Any]:
     """Fill in what is known only at the end and return the document of `stats.json`."""
     from .engine.planner import padded_tokens
 
@@ -351,10 +368,10 @@ def _count(stats: RunStats, results: list[Result], engine: Any, plan: Any, confi
     answered = [r for r in results if r.finish_reason != "error" and r.num_generated_tokens]
     stats.prompt_tokens = sum(r.num_prompt_tokens or 0 for r in answered)
     lengths = np.array([(r.num_prompt_tokens or 0) + r.num_generated_tokens for r in answered], dtype=np.int64)
-    stats.padded_tokens = padded_tokens(lengths, engine.opened.config.max_num_seqs)
-    document = stats.to_dict({**config.to_dict(), "engine": engine.opened.config.to_dict()})
-    document["plan"] = plan.to_dict()
-    document["model"] = engine.opened.spec.to_dict()
+    stats.padded_tokens = padded_tokens(lengths, opened.config.max_num_seqs)
+    document = stats.to_dict({**config.to_dict(), "engine": opened.config.to_dict()})
+    document["plan"] = None if plan is None else plan.to_dict()
+    document["model"] = opened.spec.to_dict()
     return document
 
 

@@ -59,7 +59,7 @@ class LLM:
 
         single = isinstance(prompts, (str, Mapping))
         rows = [prompts] if single else list(prompts)
-        values = [{"prompt": p} if isinstance(p, str) else dict(p) for p in rows]  # type: ignore[arg-type]
+        values = [dict(p) if isinstance(p, Mapping) else _as_columns(p) for p in rows]
         return self._answer(values, PromptRenderer(self.get_tokenizer()), sampling_params, use_tqdm)
 
     def chat(
@@ -140,6 +140,11 @@ class LLM:
         self._engine.stats = self.stats = RunStats()
         with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
             self._engine.generate(requests, self._engine.plan(requests), on_finished=on_finished, on_error=on_error)
+
+
+def _as_columns(prompt: Any) -> dict[str, Any]:
+    """Return a bare prompt as a row: text, or a list of token ids."""
+    return {"prompt_token_ids": prompt} if isinstance(prompt, list) else {"prompt": prompt}
 
 
 def _failed(index: int, prompt: str | None, token_ids: list[int] | None, error: RowError) -> RequestOutput:

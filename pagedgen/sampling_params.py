@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 DEFAULT_MAX_TOKENS = 512
+_INTEGERS = {"top_k", "seed", "max_tokens", "min_tokens"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold non-empty strings, not {text!r}")
+            if text.encode("utf-8", "replace").decode() != text:
+                raise ValueError(f"stop {text!r} is not valid Unicode text")
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, low=0)
         if self.min_tokens > self.max_tokens:
@@ -75,6 +78,9 @@ class SamplingParams:
         known = {f.name for f in fields(self)}
         unknown = sorted(str(name) for name in values if name not in known)
         given = {name: value for name, value in values.items() if value is not None}
+        for name in given.keys() & _INTEGERS:  # a nullable integer column often comes as floats
+            if isinstance(given[name], float) and given[name].is_integer():
+                given[name] = int(given[name])
         unknown = [name for name in unknown if name in given]
         if unknown:
             raise ValueError(f"sampling_params has unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
@@ -90,8 +96,12 @@ def _sequence(name: str, value: Any) -> list[Any]:
 
 
 def _number(name: str, value: Any, *, low: float, high: float = math.inf, exclude_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, not {value!r}")
+    try:
+        finite = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # an integer past every float
+        finite = False
+    if not finite:
+        raise ValueError(f"{name} must be a finite number, not {value!r:.40}")
     if value < low or value > high or (exclude_low and value == low):
         bracket = "(" if exclude_low else "["
         raise ValueError(f"{name} {value} is outside {bracket}{low:g}, {high:g}]")

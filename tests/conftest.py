@@ -81,7 +81,7 @@ FAMILIES = {
             "shared_expert_intermediate_size": 48,
             "use_sliding_window": True,
             "sliding_window": 9,
-            "max_window_layers": 0,
+            "max_window_layers": 3,
         },
     ),
     "phimoe_window": ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
@@ -194,6 +194,14 @@ class EngineRun:
 
     def answer(self, prompts, params=None, rows=None):
         return {row: s.generated_token_ids for row, s in self.sequences(prompts, params, rows).items()}
+
+
+@pytest.fixture
+def eager_admission(monkeypatch):
+    """Admit rows by the tokens they have now, so that small pools make them evict each other."""
+    from pagedgen.engine.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "_expected_tokens", staticmethod(lambda sequence: len(sequence.token_ids)))
 
 
 @pytest.fixture(scope="session")

@@ -44,8 +44,10 @@ def test_params_for_each_prompt(llm):
 
 
 def test_a_bad_prompt_does_not_cost_the_others(llm):
-    outputs = llm.generate(["", "fine", {"prompt": 5}], SamplingParams(max_tokens=2), use_tqdm=False)
-    assert [o.error_code for o in outputs] == ["empty_prompt", None, "not_text"]
+    prompts = ["", "fine", {"prompt": 5}, None, [9, 8], [-1], b"x"]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+    codes = ["empty_prompt", None, "not_text", "null_prompt", None, "bad_token_ids", "not_text"]
+    assert [o.error_code for o in outputs] == codes
     assert outputs[0].outputs == []
 
 

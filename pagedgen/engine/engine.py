@@ -124,7 +124,7 @@ class Engine:
         with _out_of_memory_is_told(f"a KV pool of {num_blocks} blocks"):
             self._runner.allocate_cache(num_blocks)
         try:
-            self._loop(scheduler, blocks, tables, stops, on_finished, on_step)
+            self._loop(scheduler, blocks, tables, stops, on_finished, on_error, on_step)
         finally:
             self._runner.release_cache()  # the next call plans with this memory
 
@@ -135,6 +135,7 @@ class Engine:
         tables: BlockTableArray,
         stops: StopChecker,
         on_finished: Callable[[Sequence], None],
+        on_error: Callable[[Request, RowError], None],
         on_step: Callable[[StepReport], None],
     ) -> None:
         """Step until every row has ended."""
@@ -159,7 +160,10 @@ class Engine:
             for sequence in ended:
                 scheduler.finish(sequence)
                 finished += 1
-                on_finished(sequence)
+                if sequence.finish_reason == "error":
+                    on_error(sequence.request, RowError("nan_logits", _nan_logits(sequence)))
+                else:
+                    on_finished(sequence)
             if config.audit:
                 blocks.audit(scheduler.running)
             on_step(StepReport(finished, stats.generated_tokens, blocks.num_used_blocks, blocks.num_blocks))
@@ -194,12 +198,20 @@ class Engine:
         ended = []
         if sampled:
             for sequence, token in zip(sampled, self._sampler(logits, sampled), strict=True):
+                if token < 0:
+                    sequence.finish_reason = "error"
+                    ended.append(sequence)
+                    continue
                 sequence.token_ids.append(token)
                 stats.generated_tokens += 1
                 if stops.check(sequence):
                     ended.append(sequence)
         stats.add_time("sample", perf_counter() - ran)
         return ended
+
+
+def _nan_logits(sequence: Sequence) -> str:
+    return f"the model's output after {len(sequence.token_ids)} tokens is not a number (NaN or infinite logits)"
 
 
 def _too_large(request: Request, needed: int, num_blocks: int, block_size: int) -> RowError:

@@ -77,6 +77,7 @@ def open_model(config: EngineConfig, *, planning: bool = False, chat_template: s
     dtype = loader.best_dtype(device, hf_config) if config.dtype == "auto" else config.dtype
     tokenizer = loader.load_tokenizer(files)
     if chat_template is not None:
+        _check_template(chat_template)
         tokenizer.chat_template = chat_template
     spec = loader.inspect_model(files, hf_config, dtype, loader.load_eos_token_ids(files, hf_config, tokenizer))
     resolved = config.resolve(
@@ -87,6 +88,16 @@ def open_model(config: EngineConfig, *, planning: bool = False, chat_template: s
         threads=config.threads or len(os.sched_getaffinity(0)),
     )
     return OpenedModel(resolved, files, hf_config, tokenizer, spec)
+
+
+def _check_template(template: str) -> None:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(template)
+    except TemplateSyntaxError as error:
+        raise UsageError(f"--chat-template: not a Jinja template: {error.message} (line {error.lineno})") from error
 
 
 def _choose_device(device: str, planning: bool) -> str:

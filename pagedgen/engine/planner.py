@@ -103,6 +103,11 @@ def plan_job(
         MemoryPlanError: the pool can't hold even the shortest row; the message has every number.
     """
     bytes_per_block = spec.bytes_per_block(block_size)
+    if num_gpu_blocks_override and num_gpu_blocks_override * bytes_per_block > device_free_bytes:
+        raise MemoryPlanError(
+            f"--max-block-num {num_gpu_blocks_override:,} needs {num_gpu_blocks_override * bytes_per_block:,} bytes "
+            f"({bytes_per_block:,} a block), the device has {device_free_bytes:,} free"
+        )
     max_block_num = num_gpu_blocks_override or max(0, available_kv_bytes // bytes_per_block)
     too_long = prompt_lens >= max_model_len
     # The last generated token is never fed back, so it needs no slot.
@@ -112,9 +117,10 @@ def plan_job(
     runs = ~too_long & ~too_large
     if max_block_num == 0 or (bool((~too_long).any()) and not runs.any()):
         smallest = int(blocks[~too_long].min()) if (~too_long).any() else 1
+        fits = "are allowed by --max-block-num" if num_gpu_blocks_override else f"fit into {max(available_kv_bytes, 0):,} bytes"
         raise MemoryPlanError(
             f"the KV pool can't hold one row: the shortest needs {smallest} blocks of {bytes_per_block:,} bytes "
-            f"({block_size} tokens), {max_block_num} fit into {max(available_kv_bytes, 0):,} bytes "
+            f"({block_size} tokens), {max_block_num} {fits} "
             f"(device {device_total_bytes:,}, free {device_free_bytes:,}, weights {spec.weights_bytes:,}, "
             f"activations {activation_peak_bytes:,}); use a smaller --max-tokens, --max-num-batched-tokens or --block-size, "
             "or a device with more memory"

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ..errors import ModelError
+from ..errors import ModelError, PagedgenError
 from . import attention, demo
 from .linear import MeasuredBuckets, make_row_invariant
 from .spec import DTYPE_BYTES, ModelSpec
+
+T = TypeVar("T")
 
 # Kinds of layer whose state is no per-token K/V of one shape.
 _PAGEABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
@@ -53,6 +57,8 @@ def locate(name: str, *, revision: str | None, trust_remote_code: bool, allow_pi
     elif Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ModelError(f"{name} is a directory without config.json: not a transformers model")
+    elif Path(name).exists():
+        raise ModelError(f"{name} is a file, not a model directory")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"no such model directory: {name}")
     files = ModelFiles(name, path, revision, trust_remote_code, allow_pickle)
@@ -75,18 +81,20 @@ def _check_weight_files(files: ModelFiles) -> None:
         raise ModelError(f"{files.name} has no weights (*.safetensors)")
 
 
-def _from_hub(files: ModelFiles, what: str, load: Any) -> Any:
-    """Run a transformers loader and turn its failures into one sentence."""
+def _told(files: ModelFiles, what: str, load: Callable[[], T]) -> T:
+    """Run foreign code over a model's files and turn whatever it raises on broken ones into one sentence."""
     try:
         return load()
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except PagedgenError:
+        raise
+    except Exception as error:
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{files.name} comes with its own code; pass --trust-remote-code to run it if you trust it"
             ) from error
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         offline = "; HF_HUB_OFFLINE is set, so only cached models can be used" if _offline(files) else ""
-        raise ModelError(f"can't load the {what} of {files.name}: {first}{offline}") from error
+        raise ModelError(f"can't use the {what} of {files.name}: {reason:.400}{offline}") from error
 
 
 def _offline(files: ModelFiles) -> bool:
@@ -101,7 +109,7 @@ def load_config(files: ModelFiles) -> Any:
     """
     from transformers import AutoConfig
 
-    return _from_hub(files, "config", lambda: AutoConfig.from_pretrained(files.path, **files.hub_options))
+    return _told(files, "config", lambda: AutoConfig.from_pretrained(files.path, **files.hub_options))
 
 
 def load_tokenizer(files: ModelFiles) -> Any:
@@ -112,11 +120,19 @@ def load_tokenizer(files: ModelFiles) -> Any:
     """
     from transformers import AutoTokenizer
 
-    return _from_hub(files, "tokenizer", lambda: AutoTokenizer.from_pretrained(files.path, **files.hub_options))
+    return _told(files, "tokenizer", lambda: AutoTokenizer.from_pretrained(files.path, **files.hub_options))
 
 
 def load_eos_token_ids(files: ModelFiles, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the union of the EOS ids that generation_config, config and tokenizer name, sorted."""
+    """Return the union of the EOS ids that generation_config, config and tokenizer name, sorted.
+
+    Raises:
+        ModelError: a generation_config.json that can't be used.
+    """
+    return _told(files, "EOS token ids", lambda: _eos_token_ids(files, config, tokenizer))
+
+
+def _eos_token_ids(files: ModelFiles, config: Any, tokenizer: Any) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
     found: set[int] = set()
@@ -225,8 +241,14 @@ def inspect_model(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tup
     Raises:
         ModelError: a family, layer kind or attention option that can't run; the message names it.
     """
+    return _told(files, "config", lambda: _inspect(files, config, dtype, eos_token_ids))
+
+
+def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     _check_family(files, config)
     text = config.get_text_config()
+    if text.num_hidden_layers < 1:
+        raise ModelError(f"{files.name} ({config.model_type}) has {text.num_hidden_layers} layers")
     model, probe = _probe(files, config, dtype)
     layers = probe.layers
     num_layers = text.num_hidden_layers
@@ -337,7 +359,7 @@ def load_model(
 
     attention.register()
     logging.disable_progress_bar()
-    model, info = _from_hub(
+    model, info = _told(
         files,
         "weights",
         lambda: AutoModelForCausalLM.from_pretrained(
@@ -353,6 +375,10 @@ def load_model(
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"the checkpoint of {files.name} lacks {', '.join(missing[:5])}; it would be random, so it is not run")
+    layers = [int(n) for key in info["unexpected_keys"] for n in re.findall(r"\.(?:layers|h)\.(\d+)\.", key)]
+    num_layers = config.get_text_config().num_hidden_layers
+    if max(layers, default=0) >= num_layers:
+        raise ModelError(f"the checkpoint of {files.name} has {max(layers) + 1} layers, its config {num_layers}")
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     model.eval().requires_grad_(False)

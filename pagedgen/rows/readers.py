@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..errors import InputError, RowError
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 _PARQUET_BATCH_ROWS = 1024
+MAX_DEPTH = 64  # of nested values; Arrow's own limit is 100
 
 
 @dataclass
@@ -40,24 +41,34 @@ def expand_inputs(inputs: list[str]) -> list[Path]:
     files: list[Path] = []
     for name in inputs:
         path = Path(name)
-        if path.is_dir():
-            found = sorted(p for p in path.iterdir() if p.suffix in known and not p.name.startswith("."))
-            if not found:
-                raise InputError(f"{name} holds no {' or '.join(known)} file")
-            files.extend(found)
-        elif path.is_file():
-            if path.suffix not in known:
-                raise InputError(f"{name}: can't tell its format; known suffixes are {', '.join(known)}")
-            files.append(path)
-        elif glob.has_magic(name):
-            matches = [Path(m) for m in sorted(glob.glob(name, recursive=True))]
-            found = [p for p in matches if p.is_file() and p.suffix in known and not p.name.startswith(".")]
-            if not found:
-                raise InputError(f"{name} matches no {' or '.join(known)} file")
-            files.extend(found)
-        else:
-            raise InputError(f"no such file: {name}")
+        try:
+            if path.is_dir():
+                files.extend(_readable(path.iterdir(), f"{name} holds no {' or '.join(known)} file"))
+            elif path.is_file():
+                if path.suffix not in known:
+                    raise InputError(f"{name}: can't tell its format; known suffixes are {', '.join(known)}")
+                files.append(path)
+            elif path.exists():
+                raise InputError(f"{name} is not a regular file")
+            elif glob.has_magic(name):
+                matches = map(Path, glob.glob(name, recursive=True))
+                files.extend(_readable(matches, f"{name} matches no {' or '.join(known)} file"))
+            else:
+                raise InputError(f"no such file: {name}")
+        except OSError as error:
+            raise InputError(f"can't read {name}: {error.strerror}") from error
     return files
+
+
+def _readable(paths: Iterable[Path], otherwise: str) -> list[Path]:
+    """Return the files of a known kind in sorted order, each file once: a link can lead a glob to the same one many times."""
+    known = JSONL_SUFFIXES + PARQUET_SUFFIXES
+    found = {
+        p.resolve(): p for p in sorted(paths, reverse=True) if p.suffix in known and not p.name.startswith(".") and p.is_file()
+    }
+    if not found:
+        raise InputError(otherwise)
+    return sorted(found.values())
 
 
 def read_rows(files: list[Path], limit: int | None = None) -> Iterator[Row]:
@@ -100,7 +111,17 @@ def _parse_line(raw: bytes, where: str) -> tuple[dict[str, Any], RowError | None
         return {}, RowError("bad_json", f"{where} is not JSON: {reason}")
     if not isinstance(values, dict):
         return {}, RowError("bad_json", f"{where} is JSON but not an object")
+    if _depth(values, MAX_DEPTH) < 0:
+        return {}, RowError("bad_json", f"{where} is nested more than {MAX_DEPTH} levels deep")
     return values, None
+
+
+def _depth(value: Any, left: int) -> int:
+    """Return how many of `left` levels a value leaves over, negative when it is deeper."""
+    if left < 0 or not isinstance(value, (dict, list)):
+        return left
+    members = value.values() if isinstance(value, dict) else value
+    return min((_depth(m, left - 1) for m in members), default=left - 1)
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any], None]]:
@@ -111,11 +132,21 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any], None]]:
         with pq.ParquetFile(file) as parquet:
             position = 0
             for batch in parquet.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
-                for values in batch.to_pylist():
+                for values in _exact(batch).to_pylist():
                     yield position, values, None
                     position += 1
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # the last two: values Python can't hold
         raise InputError(f"can't read {file} as Parquet: {str(error).splitlines()[0]}") from error
+
+
+def _exact(batch: Any) -> Any:
+    """Return a record batch whose nanosecond times are integers: Python's own times end at microseconds."""
+    import pyarrow as pa
+
+    for i, field in enumerate(batch.schema):
+        if getattr(field.type, "unit", None) == "ns":
+            batch = batch.set_column(i, field.name, batch.column(i).cast(pa.int64()))
+    return batch
 
 
 def column_names(files: list[Path], sample: list[Row]) -> list[str]:
@@ -145,6 +176,6 @@ def parquet_schema(files: list[Path]):
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"can't read {file} as Parquet: {str(error).splitlines()[0]}") from error
     try:
-        return pa.unify_schemas(schemas, promote_options="permissive")
+        return pa.unify_schemas(schemas)
     except pa.ArrowException as error:
         raise InputError(f"the Parquet files have different columns: {str(error).splitlines()[0]}") from error

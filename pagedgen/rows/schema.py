@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
+import decimal
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,77 +87,93 @@ class OutputSchema:
         row["error"] = result.error
         return row
 
-    def arrow_schema(self, rows: list[dict[str, Any]], input_types: dict[str, Any], id_column: str | None):
-        """Return the Arrow schema of the output.
+    def arrow_schema(
+        self, rows: list[dict[str, Any]], input_types: dict[str, Any], id_column: str | None
+    ) -> tuple[Any, set[str]]:
+        """Return the Arrow schema of the output, and the names of columns whose values are written as JSON text.
 
         `input_types` are the Parquet types of input columns; a column without one (JSONL) gets the type its values have, or
-        strings of JSON where they have no common type.
+        JSON text where they have no common one that holds them exactly.
         """
         import pyarrow as pa
 
-        fields = []
-        id_type = input_types.get(id_column) if id_column else pa.int64()
-        fields.append(pa.field("id", id_type or _infer(row["id"] for row in rows)))
-        fields += [pa.field("row_index", pa.int64()), pa.field("sample_index", pa.int32())]
-        for column in self.input_columns:
-            name = self.names[column]
-            fields.append(pa.field(text_of(name), input_types.get(column) or _infer(row[name] for row in rows)))
-        ours = {
-            "response": pa.string(),
-            "token_ids": pa.list_(pa.int32()),
-            "finish_reason": pa.string(),
-            "stop_reason": pa.string(),
-            "num_prompt_tokens": pa.int64(),
-            "num_cached_tokens": pa.int64(),
-            "num_generated_tokens": pa.int64(),
-            "seed": pa.uint64(),
-            "error_code": pa.string(),
-            "error": pa.string(),
-        }
-        fields += [pa.field(n, ours[n]) for n in TAIL_COLUMNS if n != "token_ids" or self.with_token_ids]
-        return pa.schema(fields)
+        types: dict[str, Any] = dict.fromkeys(HEAD_COLUMNS + TAIL_COLUMNS, pa.string())
+        types |= {"row_index": pa.int64(), "sample_index": pa.int32(), "token_ids": pa.list_(pa.int32()), "seed": pa.uint64()}
+        types |= dict.fromkeys(("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens"), pa.int64())
+        types["id"] = input_types.get(id_column) if id_column else pa.int64()
+        types |= {name: input_types.get(column) for column, name in self.names.items()}
+        as_json = set()
+        for name, arrow_type in types.items():
+            if arrow_type is None:
+                inferred = _infer([row[name] for row in rows])
+                types[name] = inferred or pa.string()
+                if inferred is None:
+                    as_json.add(name)
+        return pa.schema([pa.field(text_of(name), types[name]) for name in self.columns]), as_json
 
 
-def _infer(values: Any):
-    """Return the Arrow type that holds every value exactly, or string where only JSON text does."""
+def _infer(values: list[Any]) -> Any:
+    """Return the Arrow type that holds every value exactly, or None where only JSON text does."""
     import pyarrow as pa
 
-    values = list(values)
+    if all(value is None or isinstance(value, str) for value in values):
+        return pa.string()
     try:
         array = pa.array(values)
     except (pa.ArrowException, OverflowError, ValueError, TypeError):
-        return pa.string()
-    if pa.types.is_null(array.type) or _has_no_members(array.type):
-        return pa.string()
-    if pa.types.is_floating(array.type) and any(isinstance(v, int) and not isinstance(v, bool) for v in values):
-        return pa.string()  # integers beside floats: a float column would lose their exact value
-    return array.type if array.to_pylist() == values else pa.string()
+        return None
+    if _has_no_members(array.type):
+        return None
+    if pa.types.is_floating(array.type) and any(isinstance(v, int) for v in values):
+        return None  # integers beside floats: a float column would lose their exact value
+    return array.type if repr(array.to_pylist()) == repr(values) else None  # repr: NaN equals itself, 1 is not 1.0 or True
 
 
 def _has_no_members(arrow_type: Any) -> bool:
-    """True for types Parquet can't store or that lose keys: empty structs anywhere inside."""
+    """True for types Parquet can't store: empty structs anywhere inside."""
     import pyarrow as pa
 
     if pa.types.is_struct(arrow_type):
-        return arrow_type.num_fields == 0 or any(
-            _has_no_members(arrow_type.field(i).type) for i in range(arrow_type.num_fields)
-        )
+        members = [arrow_type.field(i).type for i in range(arrow_type.num_fields)]
+        return not members or any(_has_no_members(m) for m in members)
     if pa.types.is_list(arrow_type):
         return _has_no_members(arrow_type.value_type)
     return False
 
 
-def fit(value: Any, arrow_type: Any) -> Any:
-    """Return a value as a column of the given type takes it: anything but text in a text column becomes JSON."""
+def fit(value: Any, arrow_type: Any, *, as_json: bool) -> Any:
+    """Return a value as its column takes it: as JSON text, as text that has a UTF-8 form, or as it is."""
     import pyarrow as pa
 
-    if value is None or not (pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type)):
-        return value
-    if not isinstance(value, str):
-        value = json.dumps(value, ensure_ascii=False, default=str)
-    return text_of(value)
+    if value is None:
+        return None
+    if as_json:
+        return text_of(json.dumps(jsonable(value), ensure_ascii=False))
+    if isinstance(value, str) and (pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type)):
+        return text_of(value)
+    return value
 
 
 def text_of(value: str) -> str:
     """Return text that has a UTF-8 form: a lone surrogate, which has none, becomes a question mark."""
     return value.encode("utf-8", "replace").decode("utf-8")
+
+
+def jsonable(value: Any) -> Any:
+    """Return a value as JSON holds it: non-finite floats as null, decimals as their digits in text, times as ISO 8601, bytes
+    in base64."""
+    if isinstance(value, dict):
+        return {str(k): jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    return str(value)

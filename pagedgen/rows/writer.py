@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import datetime
-import decimal
 import json
-import math
 import os
 import sys
 import tempfile
@@ -16,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import OutputError, UsageError
-from .schema import OutputSchema, Result, fit
+from .schema import OutputSchema, Result, fit, jsonable
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _ROWS_PER_GROUP = 10_000
@@ -31,49 +27,57 @@ def check_output(output: str, *, overwrite: bool, inputs: list[Path]) -> str:
     """
     if output == "-":
         return "jsonl"
-    path = Path(output)
-    if path.suffix not in FORMATS:
+    if Path(output).suffix not in FORMATS:
         raise UsageError(f"--output {output}: the suffix must be one of {', '.join(FORMATS)} (or - for JSONL on stdout)")
-    check_writable(output, "--output", inputs)
-    if path.exists() and not overwrite:
-        raise UsageError(f"--output {output} exists; pass --overwrite to replace it")
-    return FORMATS[path.suffix]
+    check_writable(output, "--output", overwrite=overwrite, inputs=inputs)
+    return FORMATS[Path(output).suffix]
 
 
-def check_writable(name: str, flag: str, inputs: list[Path]) -> None:
+def check_writable(name: str, flag: str, *, overwrite: bool, inputs: list[Path]) -> None:
     """Refuse a path that can't be written or must not be.
 
     Raises:
-        UsageError: one of the inputs, or a directory; OutputError: its directory is missing or can't be written.
+        UsageError: one of the inputs, an existing file without --overwrite, a directory or a device; OutputError: its
+            directory is missing or can't be written.
     """
     path = Path(name)
-    if path.is_dir():
-        raise UsageError(f"{flag} {name} is a directory")
-    if any(path.exists() and file.exists() and file.samefile(path) for file in inputs):
-        raise UsageError(f"{flag} {name} is one of the inputs")
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
+        if path.is_dir():
+            raise UsageError(f"{flag} {name} is a directory")
+        if path.exists():
+            if not path.is_file():
+                raise UsageError(f"{flag} {name} is not a regular file")
+            if any(file.samefile(path) for file in inputs if file.exists()):
+                raise UsageError(f"{flag} {name} is one of the inputs")
+            if not overwrite:
+                raise UsageError(f"{flag} {name} exists; pass --overwrite to replace it")
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
     except OSError as error:
-        raise OutputError(f"can't write into {path.parent}: {error.strerror} (errno {error.errno})") from error
+        raise OutputError(f"can't write {name}: {error.strerror} (errno {error.errno})") from error
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path` that replaces it, synced to disk, when the block ends without an exception.
 
+    A symbolic link is followed and an existing file's permissions are kept.
+
     Raises:
         OutputError: with path and errno, when any step fails; what was at `path` is untouched then.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        target = path.resolve()
+        temporary = target.with_name(f".pagedgen-{os.getpid()}.tmp")
         try:
             with temporary.open("wb") as file:
+                if target.exists():
+                    os.fchmod(file.fileno(), target.stat().st_mode & 0o7777)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
-            directory = os.open(path.parent, os.O_RDONLY)
+            os.replace(temporary, target)
+            directory = os.open(target.parent, os.O_RDONLY)
             try:
                 os.fsync(directory)
             finally:
@@ -135,6 +139,8 @@ class ResultWriter:
                         writer.write_table(table)
 
     def _write_stdout(self, results: list[Result]) -> None:
+        if sys.stdout is None:
+            raise OutputError("can't write to stdout: it is closed")
         try:
             for result in results:
                 sys.stdout.buffer.write(json_line(self._schema.to_dict(result)))
@@ -149,12 +155,12 @@ class ResultWriter:
         """Return the Arrow schema and the rows as tables of one row group each."""
         import pyarrow as pa
 
-        schema = self._schema.arrow_schema(rows, self._input_types, self._id_column)
+        schema, as_json = self._schema.arrow_schema(rows, self._input_types, self._id_column)
         tables = []
         for start in range(0, max(len(rows), 1), _ROWS_PER_GROUP):
             group = rows[start : start + _ROWS_PER_GROUP]
             columns = [
-                pa.array([fit(row[name], field.type) for row in group], type=field.type)
+                pa.array([fit(row[name], field.type, as_json=name in as_json) for row in group], type=field.type)
                 for name, field in zip(self._schema.columns, schema, strict=True)
             ]
             tables.append(pa.Table.from_arrays(columns, schema=schema))
@@ -163,28 +169,9 @@ class ResultWriter:
 
 def json_line(row: dict[str, Any]) -> bytes:
     """Return one JSON line: UTF-8, no NaN or Infinity, integers and decimals in full."""
-    cleaned = _jsonable(row)
+    cleaned = jsonable(row)
     text = json.dumps(cleaned, ensure_ascii=False, allow_nan=False)
     try:
         return text.encode("utf-8") + b"\n"
     except UnicodeEncodeError:  # a lone surrogate: only its escape can be written
         return json.dumps(cleaned, allow_nan=False).encode("ascii") + b"\n"
-
-
-def _jsonable(value: Any) -> Any:
-    """Return a value as JSON holds it: non-finite floats as null, decimals as their digits in text, times as ISO 8601."""
-    if isinstance(value, dict):
-        return {str(k): _jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(v) for v in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, decimal.Decimal):
-        return str(value)
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode("ascii")
-    return str(value)

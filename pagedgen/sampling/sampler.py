@@ -25,16 +25,15 @@ class Sampler:
         self._num_token_ids = num_token_ids
 
     def __call__(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-        """Return a token id for each row of logits (S, vocab) in any float dtype."""
+        """Return a token id for each row of logits (S, vocab) in any float dtype; -1 where they are no numbers."""
         logits = logits[:, : self._num_token_ids]
         held_back = [i for i, s in enumerate(sequences) if s.num_generated_tokens < s.request.params.min_tokens]
         if held_back:
             logits = self._without_ends(logits, sequences, held_back)
-        random = [i for i, s in enumerate(sequences) if not s.request.params.greedy]
-        if len(random) < len(sequences):
-            tokens = logits.argmax(dim=-1).tolist()
-        else:
-            tokens = [0] * len(sequences)
+        best, ids = logits.max(dim=-1)  # NaN counts as the largest
+        usable = torch.isfinite(best).tolist()
+        tokens = [token if ok else -1 for token, ok in zip(ids.tolist(), usable, strict=True)]
+        random = [i for i, s in enumerate(sequences) if usable[i] and not s.request.params.greedy]
         if random:
             for i, token in zip(random, self._draw(logits[random], [sequences[i] for i in random]), strict=True):
                 tokens[i] = token

@@ -133,7 +133,19 @@ def test_parquet_in_and_out(tiny_model, tmp_path, stop_early):
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "PROMPTS"], "one of the inputs"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "o.jsonl"], "is the output"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "."], "is a directory"),
+        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "existing.jsonl"], "--overwrite"),
+        (["run", "MODEL", "PROMPTS", "-o", "pipe.jsonl"], "not a regular file"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--kv-cache-memory-bytes", "1000"], "can't hold one row"),
+        (
+            ["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--max-block-num", "1", "--block-size", "4"],
+            "allowed by --max-block-num",
+        ),
+        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--max-block-num", "2000000000"], "bytes"),
+        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stop-token-ids", "263"], "--stop-token-ids 263"),
+        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--chat-template", "bad.jinja"], "not a Jinja template"),
+        (["run", "MODEL", "x" * 300 + ".jsonl", "-o", "o.jsonl"], "File name too long"),
+        (["run", "x" * 300, "PROMPTS", "-o", "o.jsonl"], "x" * 20),
+        (["run", "labels.jsonl", "PROMPTS", "-o", "o.jsonl"], "is a file, not a model directory"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--prompt-column", "prompt", "--messages-column", "id"], "exclude"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--prompt-column", "x"], "found id, prompt, label"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--id-column", "x"], "found id, prompt, label"),
@@ -173,6 +185,8 @@ def test_what_can_not_run_is_told_in_one_sentence_with_exit_code_2(tiny_model, p
     (tmp_path / "empty.jsonl").write_text("\n \n")
     (tmp_path / "labels.jsonl").write_text('{"label": 1}\n')
     (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    os.mkfifo(tmp_path / "pipe.jsonl")
     encoder = tmp_path / "encoder"
     encoder.mkdir()
     (encoder / "config.json").write_text('{"model_type": "t5"}')
@@ -210,6 +224,26 @@ def test_rows_that_ask_for_nothing_are_no_errors(tiny_model, prompts, tmp_path):
     done = pagedgen("run", tiny_model(), prompts, "-o", tmp_path / "o.jsonl", "--max-tokens", 0)
     assert done.returncode == 0, done.stderr
     assert {r["finish_reason"] for r in read_jsonl(tmp_path / "o.jsonl")} == {"length"}
+
+
+def test_a_log_that_can_not_be_written_does_not_end_the_job(tiny_model, prompts, tmp_path):
+    for mode in ("plain", "json"):
+        out = tmp_path / f"{mode}.jsonl"
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [*COMMAND, "run", str(tiny_model()), str(prompts), "-o", str(out), "--max-tokens", "3", "--progress", mode],
+                stdout=subprocess.PIPE, stderr=full, text=True, env=ENV, timeout=120, check=False,
+            )  # fmt: skip
+        assert done.returncode == 0
+        assert len(read_jsonl(out)) == 6
+
+
+def test_a_job_without_a_usable_row_loads_nothing_and_says_so(tiny_model, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{broken\n[]\n")
+    done = pagedgen("run", tiny_model(), tmp_path / "bad.jsonl", "-o", tmp_path / "o.jsonl")
+    assert done.returncode == 3
+    assert "loading" not in done.stderr
+    assert [r["error_code"] for r in read_jsonl(tmp_path / "o.jsonl")] == ["bad_json", "bad_json"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -293,7 +327,7 @@ def test_default_max_tokens_is_said(tiny_model, prompts):
     assert "max_tokens 512, the default" in done.stderr
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT,) * 2, (signal.SIGTERM, signal.SIGINT)])
 def test_a_signal_ends_with_code_75_and_no_half_output(tiny_model, tmp_path, sent):
     source, out = tmp_path / "many.jsonl", tmp_path / "o.jsonl"
     source.write_text('{"prompt": "go on"}\n' * 3000)
@@ -306,7 +340,9 @@ def test_a_signal_ends_with_code_75_and_no_half_output(tiny_model, tmp_path, sen
             if "generating" in line:
                 break
         time.sleep(0.5)
-        process.send_signal(sent)
+        for number in sent:
+            process.send_signal(number)
+            time.sleep(0.001)
         said = process.stderr.read()
     assert process.wait(30) == 75
     assert "Traceback" not in said

@@ -25,7 +25,7 @@ def test_counters_add_up(tiny_model, engine_run, make_prompts):
     blocks = stats.blocks.to_dict()
     assert blocks["total"] == 24
     assert blocks["peak"] <= 24
-    assert 0.8 < blocks["mean_utilization"] <= 1
+    assert 0.7 < blocks["mean_utilization"] <= 1
     assert 0.8 < blocks["slot_utilization"] <= 1
     assert blocks["last_block_waste"] == pytest.approx(1 - blocks["slot_utilization"])
     assert 5 <= blocks["mean_table_length"] <= 13
@@ -97,9 +97,9 @@ def test_seeded_samples_do_not_depend_on_company(tiny_model, engine_run, make_pr
 @pytest.mark.skipif(not GOLDEN.is_file(), reason="the golden outputs are not beside this checkout")
 @pytest.mark.parametrize(
     ("num_rows", "settings"),
-    [(48, {}), (12, {"block_size": 16, "max_num_batched_tokens": 96, "num_gpu_blocks_override": 60})],
+    [(48, {}), (12, {"block_size": 16, "max_num_batched_tokens": 96, "num_gpu_blocks_override": 40})],
 )
-def test_golden_chats(demo_model, engine_run, num_rows, settings):
+def test_golden_chats(demo_model, engine_run, eager_admission, num_rows, settings):
     """Chats in fp32: every token of what transformers gives."""
     rows = [json.loads(line) for line in GOLDEN.read_text().splitlines()][:num_rows]
     run = engine_run(demo_model, **settings)
@@ -114,3 +114,21 @@ def test_golden_chats(demo_model, engine_run, num_rows, settings):
     different = [row["id"] for i, row in enumerate(rows) if got[i] != row["token_ids"]]
     assert not different
     assert (run.stats.preemptions > 0) == bool(settings)
+
+
+def test_a_model_that_gives_no_numbers_ends_its_rows_with_an_error(tiny_model, engine_run, make_prompts):
+    run = engine_run(tiny_model("llama"))
+    sampler = run.engine._sampler
+
+    def broken(logits, sequences):
+        logits = logits.clone()
+        for i, s in enumerate(sequences):
+            if s.request.row_index == 1 and s.num_generated_tokens == 3:
+                logits[i] = float("nan")
+        return sampler(logits, sequences)
+
+    want = run.answer(make_prompts([5, 9, 20]))
+    run.engine._sampler = broken
+    done = run.sequences(make_prompts([5, 9, 20]))
+    assert done[1].code == "nan_logits"
+    assert {row: done[row].generated_token_ids for row in (0, 2)} == {row: want[row] for row in (0, 2)}

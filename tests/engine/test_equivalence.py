@@ -64,7 +64,7 @@ def test_greedy_equals_transformers(tiny_model, engine_run, expected, family, ba
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("backend", "chunk"), [("cpu", 512), ("cpu", 7), ("reference", 64)])
-def test_preemption_changes_nothing(tiny_model, engine_run, expected, family, backend, chunk):
+def test_preemption_changes_nothing(tiny_model, engine_run, eager_admission, expected, family, backend, chunk):
     prompts, want = expected(family, 4)
     longest = max(edge_lengths(4)) + MAX_TOKENS
     run = engine_run(
@@ -135,14 +135,14 @@ def check_batch_invariance(engine_run, model, prompts, params, dtype, block_size
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_batch_invariant(tiny_model, engine_run, make_prompts, family, dtype):
+def test_logits_are_batch_invariant(tiny_model, engine_run, eager_admission, make_prompts, family, dtype):
     prompts = make_prompts([1, 3, 17, 40, 64, 65, 31, 9], seed=5)
     check_batch_invariance(engine_run, tiny_model(family), prompts, PARAMS, dtype, 16, small_pool=8)
 
 
 @pytest.mark.demo
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_demo_model_is_batch_invariant(demo_model, engine_run, make_prompts, dtype):
+def test_demo_model_is_batch_invariant(demo_model, engine_run, eager_admission, make_prompts, dtype):
     prompts = make_prompts([5, 40, 33, 129, 200, 64], vocab_size=40000, seed=2)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     check_batch_invariance(engine_run, demo_model, prompts, params, dtype, 32, small_pool=9)
@@ -154,7 +154,7 @@ def test_demo_model_is_batch_invariant(demo_model, engine_run, make_prompts, dty
     [("cpu", 32, 1024, None), ("cpu", 16, 64, 14), ("cpu", 8, 40, 16), ("reference", 16, 64, 14)],
 )
 def test_demo_model_equals_transformers(
-    demo_model, engine_run, reference_generate, make_prompts, backend, block_size, chunk, pool
+    demo_model, engine_run, eager_admission, reference_generate, make_prompts, backend, block_size, chunk, pool
 ):
     prompts = make_prompts([1, 15, 16, 17, 47, 48, 49, 97], vocab_size=40000, seed=9)
     want = reference_generate(demo_model, prompts, MAX_TOKENS)

@@ -207,3 +207,42 @@ def test_options_the_kernels_would_leave_out_are_refused():
     Attention.is_causal = False
     with pytest.raises(ModelError, match="both directions"):
         check_attention_call(Attention(), None, {})
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"num_hidden_layers": 0}, "0 layers"), ({"num_attention_heads": 0}, "config"), ({"hidden_act": "nope"}, "nope"),
+        ({"num_attention_heads": 5}, "config"), ({"rope_parameters": {"rope_type": "nope"}}, "config"),
+        ({"hidden_size": "wide"}, "config"),
+    ],
+)  # fmt: skip
+def test_broken_configs_are_told(tiny_model, tmp_path, config, said):
+    with pytest.raises(ModelError, match=said):
+        opened(copied(tiny_model("llama"), tmp_path / "m", config))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["", "null", "[]", "{"])
+def test_broken_json_files_are_told_or_not_needed(tiny_model, tmp_path, name, text):
+    path = copied(tiny_model("llama"), tmp_path / "m")
+    (path / name).write_text(text)
+    error = None
+    try:
+        opened(path)
+    except ModelError as told:
+        error = told
+    assert error is None or str(path) in str(error)
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "garbage", "fewer layers", "other shape"])
+def test_broken_weights_are_told(tiny_model, tmp_path, engine_run, damage):
+    path = copied(tiny_model("llama"), tmp_path / "m", {"num_hidden_layers": 2} if damage == "fewer layers" else None)
+    weights = path / "model.safetensors"
+    if damage == "other shape":
+        change_tensors(path, lambda t: t.__setitem__("lm_head.weight", t["lm_head.weight"][:200].clone()))
+    elif damage != "fewer layers":
+        data = weights.read_bytes()
+        weights.write_bytes({"empty": b"", "truncated": data[:-100], "garbage": b"x" * 1000}[damage])
+    with pytest.raises(ModelError, match=r"3 layers" if damage == "fewer layers" else "weights"):
+        engine_run(path)

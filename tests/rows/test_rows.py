@@ -125,7 +125,8 @@ def test_parquet_keeps_the_inputs_types_and_ids_exactly(tmp_path):
     "values",
     [
         [1, 2.5, 3], [1, "a", None], [2**70, 1], [{"a": 1}, {"b": 2}], [{}, {}], [[1], "x"], [None, None], ["\ud800", "b"],
-        [9007199254740993, 0.5], [{"a": "\ud800"}, 1], [["\ud800"], None], [True, 1], [[{}], []], [{"a": {}}, None],
+        [9007199254740993, 0.5], ["1", 1],
+        [float("nan"), 1.5], [{"a": "\ud800"}, 1], [["\ud800"], None], [True, 1], [[{}], []], [{"a": {}}, None],
     ],
 )  # fmt: skip
 def test_any_json_column_can_be_written_as_parquet(tmp_path, values):
@@ -135,14 +136,74 @@ def test_any_json_column_can_be_written_as_parquet(tmp_path, values):
     ResultWriter(str(target), "parquet", ["x"], None, input_types={}, with_token_ids=False).write(results)
     got = pq.read_table(target).column("x").to_pylist()
 
+    kept = all(w is None or type(w) is type(v) for w, v in zip(got, values, strict=True))
+    only_text = all(v is None or isinstance(v, str) for v in values)
     for wrote, value in zip(got, values, strict=True):
         if "\\ud800" in json.dumps(value):
             assert "?" in wrote  # a lone surrogate has no UTF-8 form
-        elif isinstance(value, str) or value is None or type(wrote) is type(value) is not str:
-            dropped_nulls = {k: v for k, v in wrote.items() if v is not None} if isinstance(value, dict) else wrote
-            assert dropped_nulls == value
+        elif value is None or only_text or (kept and not isinstance(wrote, str)):
+            assert repr(wrote) == repr(value)
         else:
             assert json.loads(wrote) == value
+
+
+def test_nanosecond_times_come_back_exactly(tmp_path):
+    """Python's own times end at microseconds, so these travel as integers."""
+    types = {"t": pa.timestamp("ns"), "z": pa.timestamp("ns", "UTC"), "c": pa.time64("ns"), "d": pa.duration("ns")}
+    table = pa.table({n: pa.array([1_234_567_891, None], pa.int64()).cast(t) for n, t in types.items()})
+    source, target = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    pq.write_table(table, source)
+    results = [Result(r.index, r.index, r.values) for r in rows_of(source)]
+    arrow = {f.name: f.type for f in parquet_schema([source])}
+    ResultWriter(str(target), "parquet", table.column_names, None, input_types=arrow, with_token_ids=False).write(results)
+    out = pq.read_table(target)
+    for name in types:
+        assert out.column(name).cast(pa.int64()).to_pylist() == [1_234_567_891, None]
+        assert out.schema.field(name).type == types[name]
+
+
+def test_parquet_files_with_other_types_are_refused_not_rounded(tmp_path):
+    pq.write_table(pa.table({"y": pa.array([9007199254740993], pa.int64())}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"y": pa.array([0.5])}), tmp_path / "b.parquet")
+    with pytest.raises(InputError, match="different columns"):
+        parquet_schema([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+
+
+def test_values_python_can_not_hold_are_told(tmp_path):
+    far = pa.array([400_000_000_000_000_000], pa.int64()).cast(pa.timestamp("us"))
+    pq.write_table(pa.table({"prompt": ["a"], "t": far}), tmp_path / "x.parquet")
+    with pytest.raises(InputError, match=r"x\.parquet"):
+        rows_of(tmp_path / "x.parquet")
+
+
+def test_deep_nesting_is_a_row_error(tmp_path):
+    file = tmp_path / "deep.jsonl"
+    deep = {d: '{"prompt": "a", "d": ' + "[" * d + "]" * d + "}\n" for d in (60, 70, 500)}
+    file.write_text("".join(deep.values()))
+    assert [r.error.code if r.error else None for r in rows_of(file)] == [None, "bad_json", "bad_json"]
+
+
+def test_a_pipe_or_a_folder_among_the_files_is_passed_over(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
+    assert [f.name for f in expand_inputs([str(tmp_path)])] == ["a.jsonl"]
+    assert len(expand_inputs([str(tmp_path / "**" / "*.jsonl")])) == 1
+    with pytest.raises(InputError, match="not a regular file"):
+        expand_inputs([str(tmp_path / "pipe.jsonl")])
+
+
+def test_replacing_a_file_keeps_its_permissions_and_follows_links(tmp_path):
+    target, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    with atomic_file(link) as file:
+        file.write(b"new")
+    assert target.read_text() == "new"
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o600
 
 
 def test_json_lines_are_strict_json():

@@ -152,13 +152,28 @@ def test_ids_past_the_tokenizer_are_never_chosen():
         ({"top_p": 1.1}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": 1.5}, "top_k"), ({"min_p": 2}, "min_p"),
         ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
         ({"stop": [""]}, "stop"), ({"stop": [3]}, "stop"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"ignore_eos": "yes"}, "ignore_eos"), ({"seed": -1}, "seed"), ({"best_of": 3}, "best_of"),
+        ({"ignore_eos": "yes"}, "ignore_eos"), ({"seed": -1}, "seed"), 
+        ({"temperature": 10**400}, "temperature"), ({"stop": "\ud800"}, "stop"), ({"best_of": 3}, "best_of"),
         ({"min_tokens": 600}, "min_tokens"),
     ],
 )  # fmt: skip
 def test_bad_values_name_their_field(values, named):
     with pytest.raises(ValueError, match=named):
         SamplingParams().override(values)
+
+
+def test_integral_floats_are_integers_for_a_row():
+    assert SamplingParams().override({"max_tokens": 5.0, "top_k": 3.0}).max_tokens == 5
+    with pytest.raises(ValueError, match="max_tokens"):
+        SamplingParams().override({"max_tokens": 5.5})
+
+
+def test_logits_that_are_no_numbers_are_reported_by_row():
+    logits = torch.randn(4, VOCAB)
+    logits[1, 7], logits[2, 3] = float("nan"), float("inf")
+    for params in (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)):
+        tokens = Sampler(VOCAB)(logits, [sequence(params, row=r) for r in range(4)])
+        assert [t < 0 for t in tokens] == [False, True, True, False]
 
 
 def test_nulls_are_not_given():
