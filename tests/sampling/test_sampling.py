@@ -152,7 +152,7 @@ def test_ids_past_the_tokenizer_are_never_chosen():
         ({"top_p": 1.1}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": 1.5}, "top_k"), ({"min_p": 2}, "min_p"),
         ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
         ({"stop": [""]}, "stop"), ({"stop": [3]}, "stop"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"ignore_eos": "yes"}, "ignore_eos"), ({"seed": -1}, "seed"), 
+        ({"ignore_eos": "yes"}, "ignore_eos"), ({"seed": -1}, "seed"),
         ({"temperature": 10**400}, "temperature"), ({"stop": "\ud800"}, "stop"), ({"best_of": 3}, "best_of"),
         ({"min_tokens": 600}, "min_tokens"),
     ],
