@@ -270,8 +270,9 @@ def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[in
         )
     max_model_len, limited_by = _context_limit(files, text, probe)
     tied = {id(p): p for p in model.parameters()}
-    head = model.get_output_embeddings()
-    tied_head = head is not None and head.weight is model.get_input_embeddings().weight
+    embeddings: Any = model
+    head = embeddings.get_output_embeddings()
+    tied_head = head is not None and head.weight is embeddings.get_input_embeddings().weight
     return ModelSpec(
         model_type=config.model_type,
         dtype=dtype,
@@ -359,7 +360,7 @@ def load_model(
 
     attention.register()
     logging.disable_progress_bar()
-    model, info = _told(
+    loaded: Any = _told(  # with output_loading_info a pair, which its type doesn't say
         files,
         "weights",
         lambda: AutoModelForCausalLM.from_pretrained(
@@ -372,6 +373,7 @@ def load_model(
             **files.hub_options,
         ),
     )
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"the checkpoint of {files.name} lacks {', '.join(missing[:5])}; it would be random, so it is not run")
