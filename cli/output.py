@@ -236,7 +236,5 @@ def show_plan(report: Any) -> None:
     )
     text = io.StringIO()
     terminal = Console()
-    Console(file=text, width=terminal.width, force_terminal=terminal.is_terminal, color_system=terminal._color_system).print(
-        table
-    )
+    Console(file=text, width=terminal.width, force_terminal=terminal.is_terminal).print(table)
     say(text.getvalue().rstrip("\n"))
