@@ -71,57 +71,20 @@ _softmax_row_4 = _make_softmax_row(4)
 
 @njit(boundscheck=False, error_model="numpy")
 def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size):
-    """All scores of a tile: rows in groups, so that each widened K vector serves several rows."""
+    """All scores of a tile, by columns of two vectors, one, or (for small blocks) a narrow one."""
     if block_size < 16:
         for c in range(block_size // 4):
-            for r in range(num_rows):
-                qk_tile(
-                    q + r * q_row,
-                    q_row,
-                    k + c * 4 * tag.itemsize,
-                    k_row,
-                    tag,
-                    s + r * s_row + c * 16,
-                    s_row,
-                    depth,
-                    1,
-                    1,
-                    4,
-                )
-        return
-    if block_size == 16:
-        r = 0
-        while num_rows - r >= 8:
-            qk_tile(q + r * q_row, q_row, k, k_row, tag, s + r * s_row, s_row, depth, 8, 1, 16)
-            r += 8
-        while num_rows - r >= 3:
-            qk_tile(q + r * q_row, q_row, k, k_row, tag, s + r * s_row, s_row, depth, 3, 1, 16)
-            r += 3
-        while r < num_rows:
-            qk_tile(q + r * q_row, q_row, k, k_row, tag, s + r * s_row, s_row, depth, 1, 1, 16)
-            r += 1
-        return
-    for c in range(block_size // 32):
-        kc = k + c * 32 * tag.itemsize
-        sc = s + c * 128
-        r = 0
-        while num_rows - r >= 8:
-            qk_tile(q + r * q_row, q_row, kc, k_row, tag, sc + r * s_row, s_row, depth, 8, 2, 16)
-            r += 8
-        while num_rows - r >= 4:
-            qk_tile(q + r * q_row, q_row, kc, k_row, tag, sc + r * s_row, s_row, depth, 4, 2, 16)
-            r += 4
-        if num_rows - r == 3:
-            qk_tile(q + r * q_row, q_row, kc, k_row, tag, sc + r * s_row, s_row, depth, 3, 2, 16)
-        elif num_rows - r == 2:
-            qk_tile(q + r * q_row, q_row, kc, k_row, tag, sc + r * s_row, s_row, depth, 2, 2, 16)
-        elif num_rows - r == 1:
-            qk_tile(q + r * q_row, q_row, kc, k_row, tag, sc + r * s_row, s_row, depth, 1, 2, 16)
+            qk_tile(q, q_row, k + c * 4 * tag.itemsize, k_row, tag, s + c * 16, s_row, depth, num_rows, 1, 4)
+    elif block_size == 16:
+        qk_tile(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, 1, 16)
+    else:
+        for c in range(block_size // 32):
+            qk_tile(q, q_row, k + c * 32 * tag.itemsize, k_row, tag, s + c * 128, s_row, depth, num_rows, 2, 16)
 
 
 @njit(boundscheck=False, error_model="numpy")
 def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_rows, head_dim):
-    """Add a tile's weighted values to every row's accumulator.
+    """Add a tile's weighted values to every row's accumulator, by columns of four vectors and then of one.
 
     The last vector of a head_dim that is no multiple of the width starts earlier and overlaps its neighbour; it has its own
     accumulator, so shared lanes are computed twice with the same result.
@@ -129,125 +92,15 @@ def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_ro
     if head_dim < 16:
         for c in range((head_dim + 3) // 4):
             vc = v + min(c * 4, head_dim - 4) * tag.itemsize
-            for r in range(num_rows):
-                pv_tile(
-                    p + r * p_row,
-                    p_row,
-                    vc,
-                    v_row,
-                    tag,
-                    acc + r * acc_row + c * 16,
-                    acc_row,
-                    correction + 4 * r,
-                    num_tokens,
-                    1,
-                    1,
-                    4,
-                )
+            pv_tile(p, p_row, vc, v_row, tag, acc + c * 16, acc_row, correction, num_tokens, num_rows, 1, 4)
         return
-    num_vectors = (head_dim + 15) // 16
-    wide = head_dim // 64  # groups of four full vectors
+    wide = head_dim // 64
     for c in range(wide):
         vc = v + c * 64 * tag.itemsize
-        ac = acc + c * 256
-        r = 0
-        while num_rows - r >= 4:
-            pv_tile(
-                p + r * p_row,
-                p_row,
-                vc,
-                v_row,
-                tag,
-                ac + r * acc_row,
-                acc_row,
-                correction + 4 * r,
-                num_tokens,
-                4,
-                4,
-                16,
-            )
-            r += 4
-        if num_rows - r == 3:
-            pv_tile(
-                p + r * p_row,
-                p_row,
-                vc,
-                v_row,
-                tag,
-                ac + r * acc_row,
-                acc_row,
-                correction + 4 * r,
-                num_tokens,
-                3,
-                4,
-                16,
-            )
-        elif num_rows - r == 2:
-            pv_tile(
-                p + r * p_row,
-                p_row,
-                vc,
-                v_row,
-                tag,
-                ac + r * acc_row,
-                acc_row,
-                correction + 4 * r,
-                num_tokens,
-                2,
-                4,
-                16,
-            )
-        elif num_rows - r == 1:
-            pv_tile(
-                p + r * p_row,
-                p_row,
-                vc,
-                v_row,
-                tag,
-                ac + r * acc_row,
-                acc_row,
-                correction + 4 * r,
-                num_tokens,
-                1,
-                4,
-                16,
-            )
-    for c in range(4 * wide, num_vectors):
+        pv_tile(p, p_row, vc, v_row, tag, acc + c * 256, acc_row, correction, num_tokens, num_rows, 4, 16)
+    for c in range(4 * wide, (head_dim + 15) // 16):
         vc = v + min(c * 16, head_dim - 16) * tag.itemsize
-        ac = acc + c * 64
-        r = 0
-        while num_rows - r >= 4:
-            pv_tile(
-                p + r * p_row,
-                p_row,
-                vc,
-                v_row,
-                tag,
-                ac + r * acc_row,
-                acc_row,
-                correction + 4 * r,
-                num_tokens,
-                4,
-                1,
-                16,
-            )
-            r += 4
-        while r < num_rows:
-            pv_tile(
-                p + r * p_row,
-                p_row,
-                vc,
-                v_row,
-                tag,
-                ac + r * acc_row,
-                acc_row,
-                correction + 4 * r,
-                num_tokens,
-                1,
-                1,
-                16,
-            )
-            r += 1
+        pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, 1, 16)
 
 
 @njit(boundscheck=False, error_model="numpy")

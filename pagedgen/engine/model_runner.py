@@ -19,6 +19,10 @@ from .kv_cache import KVCache
 from .scheduler import ScheduledStep
 
 
+# Long enough that the GPU's split decode takes all the room for partial results it ever takes.
+_LONG_CONTEXT = 32_768
+
+
 class ModelRunner:
     """A loaded model and, once attached, its KV pool. Knows nothing of requests or scheduling."""
 
@@ -104,7 +108,7 @@ class ModelRunner:
     def warm_up(self, *, max_num_batched_tokens: int, max_num_seqs: int, sample: Callable[[torch.Tensor], object]) -> int:
         """Run the largest batches once, in a pool of their own; return the peak of memory they took, in bytes.
 
-        A full step of prompts, then a step of decodes (on a GPU at the longest context, which needs the most room for partial
+        A full step of prompts, then a step of decodes (on a GPU at a long context, which needs the most room for partial
         results). `sample` is given each batch's logits, for the sampler's share. Also compiles the kernels and measures the
         GEMMs' row buckets. The peak is what was taken beyond what is held before and after.
         """
@@ -112,7 +116,7 @@ class ModelRunner:
         lengths = [min(len(part), self._max_model_len) for part in np.array_split(np.arange(max_num_batched_tokens), rows)]
         self.allocate_cache(sum(-(-n // self._block_size) for n in lengths))
         on_gpu = self._device.type == "cuda"
-        context = self._max_model_len if on_gpu else min(self._block_size, self._max_model_len)
+        context = min(_LONG_CONTEXT if on_gpu else self._block_size, self._max_model_len)
         batches = [
             _dummy_batch(lengths, self._block_size, decodes=False),
             _dummy_batch([context] * max_num_seqs, self._block_size, decodes=True),
