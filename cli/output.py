@@ -168,7 +168,8 @@ def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max
         "blocks",
         f"{blocks['total']:,} of {blocks['block_size']} tokens; peak {blocks['peak']:,}, mean in use "
         f"{blocks['mean_utilization']:.1%}, of those slots filled {blocks['slot_utilization']:.1%}, "
-        f"mean table {blocks['mean_table_length']:.1f}",
+        f"mean table {blocks['mean_table_length']:.1f}"
+        + (f", {blocks['saved_by_sharing']:.1%} saved by sharing" if blocks["saved_by_sharing"] else ""),
     )
     table.add_row(
         "padding saved",

@@ -45,6 +45,7 @@ def run(
     id_column: opt.IdColumn = None,
     limit: opt.Limit = None,
     chat_template: opt.ChatTemplate = None,
+    n: Annotated[int, typer.Option("--n", help="Samples of each row, on rows of their own.", rich_help_panel=opt.SAMPLING)] = 1,
     max_tokens: opt.MaxTokens = None,
     min_tokens: Annotated[int, typer.Option(help="Fewest tokens before a row may end.", rich_help_panel=opt.SAMPLING)] = 0,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. (default: 0)", rich_help_panel=opt.SAMPLING)] = None,
@@ -112,6 +113,7 @@ def run(
         raise UsageError("--top-p, --top-k and --min-p have no effect on greedy decoding: set --temperature as well")
     try:
         sampling = SamplingParams(
+            n=n,
             temperature=temperature or 0.0,
             top_p=top_p,
             top_k=top_k,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -92,15 +92,20 @@ class _Prompts:
     columns: list[str]
     id_column: str | None
     ids: list[Any]
-    requests: list[Request]
-    results: dict[int, Result]  # rows that ended without the engine
+    requests: list[Request] = field(default_factory=list)
+    results: dict[tuple[int, int], Result] = field(default_factory=dict)  # by (row index, sample index)
 
-    @property
+    def end(self, result: Result, num_samples: int) -> None:
+        """Take the result of a row that ends without the engine: the same for each of its samples."""
+        for sample_index in range(num_samples):
+            self.results[result.row_index, sample_index] = replace(result, sample_index=sample_index)
+
     def not_run(self) -> dict[str, int]:
-        """Rows that ended before the engine, as a plan counts them."""
-        too_long = sum(r.error_code == "prompt_too_long" for r in self.results.values())
-        errors = sum(r.error_code is not None for r in self.results.values())
-        return {"num_row_errors": errors - too_long, "num_too_long": too_long, "num_empty": len(self.results) - errors}
+        """Count the rows that ended before the engine, as a plan does."""
+        first = [r for (_, sample_index), r in self.results.items() if sample_index == 0]
+        too_long = sum(r.error_code == "prompt_too_long" for r in first)
+        errors = sum(r.error_code is not None for r in first)
+        return {"num_row_errors": errors - too_long, "num_too_long": too_long, "num_empty": len(first) - errors}
 
 
 def run_job(config: JobConfig, progress: Progress) -> JobReport:
@@ -143,8 +148,8 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
         plan = None
 
     progress.phase("writing")
-    ordered = [prompts.results[row.index] for row in prompts.rows]
-    assert len(ordered) == len(prompts.results) == len(prompts.rows), "rows read and rows answered differ"
+    ordered = [prompts.results[key] for key in sorted(prompts.results)]
+    assert [r.row_index for r in ordered if r.sample_index == 0] == [row.index for row in prompts.rows], "a row has no answer"
     with stats.timed("write"):
         writer.write(ordered)
     document = _count(stats, ordered, opened, plan, config)
@@ -165,15 +170,16 @@ def _generate(config: JobConfig, opened: Any, prompts: _Prompts, stats: RunStats
     from .engine.engine import Engine
 
     engine = Engine(opened, stats)
-    plan = engine.plan(prompts.requests, **prompts.not_run)
+    plan = engine.plan(prompts.requests, **prompts.not_run())
     by_index = {row.index: row for row in prompts.rows}
     results = prompts.results
 
     def on_finished(sequence: Sequence) -> None:
         request = sequence.request
-        results[request.row_index] = _result(
+        results[request.row_index, sequence.sample_index] = _result(
             by_index[request.row_index],
             prompts.ids[request.row_index],
+            sample_index=sequence.sample_index,
             response=sequence.text,
             token_ids=sequence.generated_token_ids,
             finish_reason=sequence.finish_reason or "length",
@@ -183,12 +189,11 @@ def _generate(config: JobConfig, opened: Any, prompts: _Prompts, stats: RunStats
             seed=request.seed,
         )
 
-    def on_error(request: Request, error: RowError) -> None:
-        results[request.row_index] = _error_result(
-            by_index[request.row_index], prompts.ids[request.row_index], error, request.num_prompt_tokens
-        )
+    def on_error(request: Request, sample_index: int, error: RowError) -> None:
+        result = _error_result(by_index[request.row_index], prompts.ids[request.row_index], error, request.num_prompt_tokens)
+        results[request.row_index, sample_index] = replace(result, sample_index=sample_index)
 
-    progress.rows(len(prompts.requests))
+    progress.rows(sum(r.params.n for r in prompts.requests))
     engine.generate(prompts.requests, plan, on_finished=on_finished, on_error=on_error, on_step=progress.step)
     return plan
 
@@ -244,7 +249,7 @@ def _estimate(opened: Any, prompts: _Prompts, device_memory_bytes: int | None) -
         own_bytes=0,
         pending_bytes=weights + activation,
         activation_peak_bytes=activation,
-        **prompts.not_run,
+        **prompts.not_run(),
     )
     return plan, device.source
 
@@ -295,7 +300,7 @@ def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunS
     id_column = config.id_column or ("id" if "id" in names else None)
     ids = [row.values.get(id_column) if id_column else row.index for row in rows]
 
-    prompts = _Prompts(rows, names, id_column, ids, [], {})
+    prompts = _Prompts(rows, names, id_column, ids)
     progress.phase(f"tokenizing {len(rows):,} prompts")
     start = perf_counter()
     for first in range(0, len(rows), _GROUP_ROWS):
@@ -307,7 +312,7 @@ def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunS
                 params = _row_params(config.sampling, row)
                 group.append((row, renderer.render(row.values), params))
             except RowError as error:
-                prompts.results[row.index] = _error_result(row, ids[row.index], error)
+                prompts.end(_error_result(row, ids[row.index], error), config.sampling.n)
         for (row, _, params), token_ids in zip(group, tokenizer.tokenize([g[1] for g in group]), strict=True):
             try:
                 if isinstance(token_ids, RowError):
@@ -315,10 +320,10 @@ def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunS
                 request = opened.make_request(row.index, token_ids, params)
             except RowError as error:
                 length = None if isinstance(token_ids, RowError) else len(token_ids)
-                prompts.results[row.index] = _error_result(row, ids[row.index], error, length)
+                prompts.end(_error_result(row, ids[row.index], error, length), params.n)
                 continue
             if request.max_tokens == 0:
-                prompts.results[row.index] = _result(
+                empty = _result(
                     row,
                     ids[row.index],
                     response="",
@@ -327,6 +332,7 @@ def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunS
                     num_prompt_tokens=len(token_ids),
                     seed=request.seed,
                 )
+                prompts.end(empty, params.n)
             else:
                 prompts.requests.append(request)
     stats.add_time("tokenize", perf_counter() - start)
@@ -366,7 +372,8 @@ def _count(stats: RunStats, results: list[Result], opened: Any, plan: Any, confi
         if result.error_code is not None:
             stats.row_errors[result.error_code] += 1
     answered = [r for r in results if r.finish_reason != "error" and r.num_generated_tokens]
-    stats.prompt_tokens = sum(r.num_prompt_tokens or 0 for r in answered)
+    prompt_lens = {r.row_index: r.num_prompt_tokens or 0 for r in answered}  # samples share their prompt
+    stats.prompt_tokens = sum(prompt_lens.values())
     lengths = np.array([(r.num_prompt_tokens or 0) + r.num_generated_tokens for r in answered], dtype=np.int64)
     stats.padded_tokens = padded_tokens(lengths, opened.config.max_num_seqs)
     document = stats.to_dict({**config.to_dict(), "engine": opened.config.to_dict()})

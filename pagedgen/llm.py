@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import threads
@@ -114,7 +115,8 @@ class LLM:
                 outputs[index] = _failed(index, texts[index], None, error)
                 continue
             if request.max_tokens == 0:
-                outputs[index] = RequestOutput(str(index), texts[index], ids, [CompletionOutput(0, "", [], "length")])
+                empty = [CompletionOutput(i, "", [], "length") for i in range(params[index].n)]
+                outputs[index] = RequestOutput(str(index), texts[index], ids, empty)
             else:
                 requests.append(request)
         if requests:
@@ -127,18 +129,27 @@ class LLM:
         def on_finished(sequence: SequenceInFlight) -> None:
             index = sequence.request.row_index
             completion = CompletionOutput(
-                0, sequence.text or "", sequence.generated_token_ids, sequence.finish_reason, sequence.stop_reason
+                sequence.sample_index,
+                sequence.text or "",
+                sequence.generated_token_ids,
+                sequence.finish_reason,
+                sequence.stop_reason,
             )
-            outputs[index] = RequestOutput(str(index), texts[index], list(sequence.request.prompt_token_ids), [completion])
+            done = outputs.get(index)
+            if done is None:
+                done = outputs[index] = RequestOutput(str(index), texts[index], list(sequence.request.prompt_token_ids))
+            done.outputs.append(completion)
+            done.outputs.sort(key=lambda c: c.index)
             bar.update()
 
-        def on_error(request: Request, error: RowError) -> None:
+        def on_error(request: Request, sample_index: int, error: RowError) -> None:
             index = request.row_index
-            outputs[index] = _failed(index, texts[index], list(request.prompt_token_ids), error)
+            answered = outputs[index].outputs if index in outputs else []
+            outputs[index] = replace(_failed(index, texts[index], list(request.prompt_token_ids), error), outputs=answered)
             bar.update()
 
         self._engine.stats = self.stats = RunStats()
-        with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
+        with tqdm(total=sum(r.params.n for r in requests), desc="Processed prompts", disable=not use_tqdm) as bar:
             self._engine.generate(requests, self._engine.plan(requests), on_finished=on_finished, on_error=on_error)
 
 

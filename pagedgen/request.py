@@ -13,7 +13,7 @@ class Request:
     """One prompt, tokenized and checked: it fits the context and the KV pool.
 
     `max_tokens` is the row's own limit already cut to the room the prompt leaves. `eos_token_ids` are the model's, none when
-    the row ignores them. Random draws are keyed by (`seed`, `row_index`, position) alone.
+    the row ignores them. Random draws are keyed by (`seed`, `row_index`, sample, position) alone.
     """
 
     row_index: int
@@ -45,9 +45,12 @@ class Sequence:
         "block_table",
         "finish_reason",
         "num_computed_tokens",
+        "num_pending_samples",
         "num_preemptions",
         "num_prompt_tokens",
         "request",
+        "rewritten_from",
+        "sample_index",
         "stop_reason",
         "table_row",
         "text",
@@ -55,8 +58,11 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, sample_index: int = 0):
         self.request = request
+        self.sample_index = sample_index
+        # Samples that will be forked from this one when its prompt is computed; they then share its blocks.
+        self.num_pending_samples = request.params.n - 1 if sample_index == 0 else 0
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
@@ -66,6 +72,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.text: str | None = None
         self.text_checker: object | None = None  # the stop-string search's state, owned by sampling/stops.py
+        self.rewritten_from: int | None = None  # first entry of the block table that changed since it was last copied
         self.table_row = -1  # row in the persistent block-table array while running, owned by engine/batch.py
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 DEFAULT_MAX_TOKENS = 512
-_INTEGERS = {"top_k", "seed", "max_tokens", "min_tokens"}
+_INTEGERS = {"n", "top_k", "seed", "max_tokens", "min_tokens"}
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class SamplingParams:
         ValueError: a value is of the wrong type or out of range; the message names the field, the value and the range.
     """
 
+    n: int = 1  # samples of each row
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: off
@@ -43,6 +44,7 @@ class SamplingParams:
         _number("top_p", self.top_p, low=0.0, high=1.0, exclude_low=True)
         _number("min_p", self.min_p, low=0.0, high=1.0)
         _integer("top_k", self.top_k, low=-1)
+        _integer("n", self.n, low=1)
         _integer("max_tokens", self.max_tokens, low=0)
         _integer("min_tokens", self.min_tokens, low=0)
         if self.seed is not None:
@@ -57,6 +59,8 @@ class SamplingParams:
                 raise ValueError(f"stop {text!r} is not valid Unicode text")
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, low=0)
+        if self.n > 1 and self.greedy:
+            raise ValueError(f"n {self.n} needs a temperature above 0: greedy samples are all the same")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
 

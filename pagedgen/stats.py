@@ -22,16 +22,20 @@ class BlockCounters:
     sum_used: int = 0
     sum_slots: int = 0  # slots that hold a token
     sum_tables: int = 0  # block tables in use
+    sum_entries: int = 0  # entries of those tables
     num_steps: int = 0
     series: list[dict[str, Any]] = field(default_factory=list)
 
-    def record(self, step: int, *, used: int, slots: int, tables: int, waiting: int) -> None:
-        """Count one step's end: `used` blocks hold `slots` tokens in `tables` tables, `waiting` rows are not admitted."""
+    def record(self, step: int, *, used: int, slots: int, entries: int, tables: int, waiting: int) -> None:
+        """Count one step's end: `used` blocks hold `slots` tokens; `tables` block tables name them in `entries` entries, shared
+        blocks more than once; `waiting` rows are not admitted.
+        """
         self.num_steps += 1
         self.peak = max(self.peak, used)
         self.sum_used += used
         self.sum_slots += slots
         self.sum_tables += tables
+        self.sum_entries += entries
         if step % SERIES_EVERY == 0:
             self.series.append({"step": step, "used_blocks": used, "used_slots": slots, "running": tables, "waiting": waiting})
 
@@ -46,7 +50,8 @@ class BlockCounters:
             "mean_utilization": self.sum_used / steps / self.total if self.total else 0.0,
             "slot_utilization": slot_share,
             "last_block_waste": 1 - slot_share if self.sum_used else 0.0,
-            "mean_table_length": self.sum_used / self.sum_tables if self.sum_tables else 0.0,
+            "mean_table_length": self.sum_entries / self.sum_tables if self.sum_tables else 0.0,
+            "saved_by_sharing": 1 - self.sum_used / self.sum_entries if self.sum_entries else 0.0,
             "series": self.series,
         }
 

@@ -172,7 +172,10 @@ class EngineRun:
         return self.engine.stats
 
     def sequences(self, prompts, params=None, rows=None):
-        """Run prompts; `rows` gives their row indices (default: their places). Return {row: finished Sequence}."""
+        """Run prompts; `rows` gives their row indices (default: their places).
+
+        Return {row: finished Sequence}, with (row, sample) as key where a row has several samples.
+        """
         from pagedgen.sampling_params import SamplingParams
         from pagedgen.stats import RunStats
 
@@ -182,14 +185,18 @@ class EngineRun:
         opened = self.engine.opened
         requests = [opened.make_request(r, list(p), q) for r, p, q in zip(rows, prompts, per_row, strict=True)]
         done = {}
+
+        def key(request, sample):
+            return (request.row_index, sample) if request.params.n > 1 else request.row_index
+
         self.engine.stats = RunStats()
         self.engine.generate(
             requests,
             self.engine.plan(requests),
-            on_finished=lambda s: done.__setitem__(s.request.row_index, s),
-            on_error=lambda r, e: done.__setitem__(r.row_index, e),
+            on_finished=lambda s: done.__setitem__(key(s.request, s.sample_index), s),
+            on_error=lambda r, sample, e: done.__setitem__(key(r, sample), e),
         )
-        assert sorted(done) == sorted(rows)
+        assert sorted(done) == sorted(key(r, i) for r in requests for i in range(r.params.n))
         return done
 
     def answer(self, prompts, params=None, rows=None):

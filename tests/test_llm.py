@@ -88,3 +88,14 @@ def test_the_second_call_is_not_charged_for_the_firsts_pool(tiny_model, monkeypa
         totals.append(llm.stats.blocks.total)
     assert totals[0] == totals[1] > 0
     assert llm._engine._runner._cache is None
+
+
+def test_samples_are_the_outputs_of_one_request(llm):
+    params = [
+        SamplingParams(n=3, temperature=1.0, max_tokens=4, ignore_eos=True),
+        SamplingParams(n=2, temperature=1.0, max_tokens=0),
+    ]
+    first, empty = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert [c.index for c in first.outputs] == [0, 1, 2]
+    assert len({tuple(c.token_ids) for c in first.outputs}) > 1
+    assert [c.text for c in empty.outputs] == ["", ""]

@@ -68,6 +68,9 @@ class BlockTableArray:
                 row = sequence.table_row = self._free_rows.pop()
                 self._owner[row] = sequence
             known, length = self._lengths[row], len(sequence.block_table)
+            if sequence.rewritten_from is not None:  # copy-on-write put another block in
+                known = min(known, sequence.rewritten_from)
+                sequence.rewritten_from = None
             if known == length:
                 continue
             assert length > known, "a table shrank while its row was running"

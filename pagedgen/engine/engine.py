@@ -102,11 +102,11 @@ class Engine:
         plan: Plan,
         *,
         on_finished: Callable[[Sequence], None],
-        on_error: Callable[[Request, RowError], None],
+        on_error: Callable[[Request, int, RowError], None],
         on_step: Callable[[StepReport], None] = lambda report: None,
         detokenize: bool = True,
     ) -> None:
-        """Answer every request; each one ends in exactly one call of `on_finished` or `on_error`."""
+        """Answer every request; each of its samples ends in exactly one call of `on_finished` or `on_error`."""
         config, stats = self.opened.config, self.stats
         assert config.block_size
         num_blocks = config.num_gpu_blocks_override or plan.num_blocks
@@ -115,7 +115,8 @@ class Engine:
         for request in self._in_order(requests):
             needed = blocks.blocks_for(request.max_kv_tokens)
             if needed > num_blocks:
-                on_error(request, _too_large(request, needed, num_blocks, config.block_size))
+                for sample in range(request.params.n):
+                    on_error(request, sample, _too_large(request, needed, num_blocks, config.block_size))
             else:
                 scheduler.add(Sequence(request))
         tables = BlockTableArray(self._max_num_seqs)
@@ -135,7 +136,7 @@ class Engine:
         tables: BlockTableArray,
         stops: StopChecker,
         on_finished: Callable[[Sequence], None],
-        on_error: Callable[[Request, RowError], None],
+        on_error: Callable[[Request, int, RowError], None],
         on_step: Callable[[StepReport], None],
     ) -> None:
         """Step until every row has ended."""
@@ -148,11 +149,13 @@ class Engine:
                 step = scheduler.schedule()
                 tables.update(scheduler.running)
                 batch = build_batch(step, tables, blocks.block_size)
-            ended = self._run_step(step, batch, tables, stops)
+            self._runner.copy_blocks(blocks.take_copies())
+            ended = self._run_step(scheduler, step, batch, tables, stops)
             stats.blocks.record(
                 stats.num_steps,
                 used=blocks.num_used_blocks,
-                slots=sum(s.num_computed_tokens for s in scheduler.running),
+                slots=_filled_slots(scheduler.running, blocks),
+                entries=sum(len(s.block_table) for s in scheduler.running),
                 tables=len(scheduler.running),
                 waiting=len(scheduler.waiting),
             )
@@ -161,7 +164,7 @@ class Engine:
                 scheduler.finish(sequence)
                 finished += 1
                 if sequence.finish_reason == "error":
-                    on_error(sequence.request, RowError("nan_logits", _nan_logits(sequence)))
+                    on_error(sequence.request, sequence.sample_index, RowError("nan_logits", _nan_logits(sequence)))
                 else:
                     on_finished(sequence)
             if config.audit:
@@ -180,7 +183,9 @@ class Engine:
             ordered.sort(key=lambda r: -(r.num_prompt_tokens + r.max_tokens))
         return ordered
 
-    def _run_step(self, step: ScheduledStep, batch: PackedBatch, tables: BlockTableArray, stops: StopChecker) -> list[Sequence]:
+    def _run_step(
+        self, scheduler: Scheduler, step: ScheduledStep, batch: PackedBatch, tables: BlockTableArray, stops: StopChecker
+    ) -> list[Sequence]:
         """Run one batch and give each sampled row its token; return the rows that ended."""
         stats = self.stats
         begin = perf_counter()
@@ -194,7 +199,14 @@ class Engine:
         for sequence, count in zip(step.sequences, step.num_scheduled_tokens, strict=True):
             sequence.num_computed_tokens += count
         stats.computed_tokens += batch.num_tokens
-        sampled = [step.sequences[i] for i in batch.sample_rows]
+        sampled, sources = [], []  # every row's logits serve all samples that are forked from it now
+        for place, row in enumerate(batch.sample_rows):
+            sequence = step.sequences[row]
+            family = [sequence, *scheduler.fork(sequence)] if sequence.num_pending_samples else [sequence]
+            sampled += family
+            sources += [place] * len(family)
+        if len(sampled) > len(batch.sample_rows):
+            logits = logits[sources]
         ended = []
         if sampled:
             for sequence, token in zip(sampled, self._sampler(logits, sampled), strict=True):
@@ -208,6 +220,18 @@ class Engine:
                     ended.append(sequence)
         stats.add_time("sample", perf_counter() - ran)
         return ended
+
+
+def _filled_slots(running: list[Sequence], blocks: BlockManager) -> int:
+    """Return the slots that hold a token, those of shared blocks once."""
+    if sum(len(s.block_table) for s in running) == blocks.num_used_blocks:
+        return sum(s.num_computed_tokens for s in running)
+    filled: dict[int, int] = {}
+    for sequence in running:
+        for i, block_id in enumerate(sequence.block_table):
+            held = min(blocks.block_size, max(0, sequence.num_computed_tokens - i * blocks.block_size))
+            filled[block_id] = max(held, filled.get(block_id, 0))
+    return sum(filled.values())
 
 
 def _nan_logits(sequence: Sequence) -> str:

@@ -18,7 +18,6 @@ from .batch import BlockTableArray, PackedBatch, build_batch
 from .kv_cache import KVCache
 from .scheduler import ScheduledStep
 
-
 # Long enough that the GPU's split decode takes all the room for partial results it ever takes.
 _LONG_CONTEXT = 32_768
 
@@ -63,6 +62,13 @@ class ModelRunner:
             device=str(self._device),
             key_transposed=self._backend.KEY_TRANSPOSED,
         )
+
+    def copy_blocks(self, batches: list[list[tuple[int, int]]]) -> None:
+        """Make copy-on-write copies of whole blocks, one batch after another."""
+        assert self._cache is not None
+        for pairs in batches:
+            ids = self._to_device(np.array(pairs, dtype=np.int32).T.copy())
+            self._backend.copy_blocks(self._cache.kv, ids[0], ids[1])
 
     def run(self, batch: PackedBatch, tables: BlockTableArray | None = None) -> torch.Tensor:
         """Run a batch; return the logits (num_sampled, vocab) of `batch.sample_positions`, in the model's dtype.

@@ -48,6 +48,8 @@ class OpenedModel:
                 "bad_sampling_params",
                 f"stop_token_ids {outside} are outside the vocabulary of {self.spec.vocab_size}",
             )
+        if params.n > (self.config.max_num_seqs or 1):
+            raise RowError("bad_sampling_params", f"n {params.n} is more than --max-num-seqs {self.config.max_num_seqs}")
         return Request(
             row_index=row_index,
             prompt_token_ids=prompt_token_ids,

@@ -85,6 +85,7 @@ def plan_job(
     max_num_batched_tokens: int,
     prompt_lens: np.ndarray,
     max_tokens: np.ndarray,
+    samples: np.ndarray | None = None,
     num_row_errors: int = 0,
     num_too_long: int = 0,
     num_empty: int = 0,
@@ -96,8 +97,9 @@ def plan_job(
 ) -> Plan:
     """Plan a job from its rows' lengths.
 
-    prompt_lens, max_tokens: (num_rows,) tokens of each row with a usable prompt, and how many it may generate. Rows that ended
-    before (`num_row_errors`, `num_too_long`, and `num_empty` that ask for no token) are only counted.
+    prompt_lens, max_tokens: (num_rows,) tokens of each row with a usable prompt, and how many it may generate; samples
+    (num_rows,): how many of each, which share the prompt's full blocks (default: one). Rows that ended before
+    (`num_row_errors`, `num_too_long`, and `num_empty` that ask for no token) are only counted.
 
     Raises:
         MemoryPlanError: the pool can't hold even the shortest row; the message has every number.
@@ -125,10 +127,15 @@ def plan_job(
             f"activations {activation_peak_bytes:,}); use a smaller --max-tokens, --max-num-batched-tokens or --block-size, "
             "or a device with more memory"
         )
-    lens, needs = prompt_lens[runs], blocks[runs]
+    n = (np.ones(len(prompt_lens), dtype=np.int64) if samples is None else samples)[runs]
+    lens, single = prompt_lens[runs], blocks[runs]
+    shared = np.where(n > 1, lens // block_size, 0)
+    needs = shared + n * (single - shared)
     prompt_tokens = int(lens.sum())
     padded = padded_tokens(lens, max_num_seqs)
-    peak = int(np.sort(needs)[::-1][:max_num_seqs].sum())
+    largest = np.argsort(-needs / np.maximum(n, 1), kind="stable")
+    in_flight = int(np.searchsorted(np.cumsum(n[largest]), max_num_seqs)) + 1
+    peak = int(needs[largest][:in_flight].sum())
     mean_blocks = float(needs.mean()) if len(needs) else 1.0
     return Plan(
         weights_bytes=spec.weights_bytes,
@@ -145,7 +152,7 @@ def plan_job(
         num_too_long=num_too_long + int(too_long.sum()),
         num_too_large=int(too_large.sum()),
         prompt_tokens=prompt_tokens,
-        max_new_tokens=int(np.minimum(max_tokens, max_model_len - prompt_lens)[runs].sum()),
+        max_new_tokens=int((n * np.minimum(max_tokens, max_model_len - prompt_lens)[runs]).sum()),
         padded_tokens=padded,
         padding_saved=1 - prompt_tokens / padded if padded else 0.0,
         peak_blocks_needed=peak,
@@ -186,6 +193,7 @@ def plan_requests(
         max_num_batched_tokens=config.max_num_batched_tokens,
         prompt_lens=np.array([r.num_prompt_tokens for r in requests], dtype=np.int64),
         max_tokens=np.array([r.max_tokens for r in requests], dtype=np.int64),
+        samples=np.array([r.params.n for r in requests], dtype=np.int64),
         device_total_bytes=device.total_bytes,
         device_free_bytes=device.free_bytes,
         activation_peak_bytes=activation_peak_bytes,

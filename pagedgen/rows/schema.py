@@ -33,6 +33,7 @@ class Result:
     row_index: int
     row_id: Any
     values: dict[str, Any]
+    sample_index: int = 0
     response: str | None = None
     token_ids: list[int] | None = None
     finish_reason: str = "error"
@@ -71,7 +72,7 @@ class OutputSchema:
 
     def to_dict(self, result: Result) -> dict[str, Any]:
         """Return one output row with every column present."""
-        row: dict[str, Any] = {"id": result.row_id, "row_index": result.row_index, "sample_index": 0}
+        row: dict[str, Any] = {"id": result.row_id, "row_index": result.row_index, "sample_index": result.sample_index}
         for column in self.input_columns:
             row[self.names[column]] = result.values.get(column)
         row["response"] = result.response

@@ -53,7 +53,7 @@ class Sampler:
         u = uniforms(
             np.array([s.request.seed for s in sequences], dtype=np.uint64),
             np.array([s.request.row_index for s in sequences]),
-            np.zeros(len(sequences), dtype=np.int64),
+            np.array([s.sample_index for s in sequences]),
             np.array([s.num_generated_tokens for s in sequences]),
         )
         params = [s.request.params for s in sequences]

@@ -102,6 +102,21 @@ def test_bad_rows_stay_in_place_and_the_rest_runs(tiny_model, tmp_path):
     assert allowed.returncode == 0
 
 
+def test_samples_are_rows_of_their_own_in_order(tiny_model, prompts, tmp_path):
+    with prompts.open("a") as file:
+        file.write('{"id": "bad", "prompt": null}\n')
+    out = tmp_path / "out.jsonl"
+    done = pagedgen("run", tiny_model(), prompts, "-o", out, "--n", 3, "--temperature", 1, "--seed", 4, "--max-tokens", 5)
+    assert done.returncode == 3, done.stderr
+    rows = read_jsonl(out)
+    assert [(r["row_index"], r["sample_index"]) for r in rows] == [(i, n) for i in range(7) for n in range(3)]
+    assert [r["error_code"] for r in rows] == [None] * 18 + ["null_prompt"] * 3
+    assert len({r["response"] for r in rows[:3]}) > 1
+    stats = json.loads((tmp_path / "out.jsonl.stats.json").read_text())
+    assert stats["rows"]["total"] == 21
+    assert stats["prompt_tokens"] == sum(r["num_prompt_tokens"] for r in rows if r["sample_index"] == 0 and not r["error"])
+
+
 @pytest.mark.parametrize("stop_early", [False, True])
 def test_parquet_in_and_out(tiny_model, tmp_path, stop_early):
     import pyarrow as pa
@@ -158,6 +173,7 @@ def test_parquet_in_and_out(tiny_model, tmp_path, stop_early):
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--temperature", "1", "--top-p", "0"], "top_p"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--top-p", "0.9"], "--temperature"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stop", ""], "stop"),
+        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--n", "2"], "temperature"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--max-tokens", "many"], "valid integer"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--block-size", "24"], "--block-size 24"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--dtype", "int3"], "--dtype int3"),

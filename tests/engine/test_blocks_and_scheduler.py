@@ -18,8 +18,8 @@ from pagedgen.sampling_params import SamplingParams
 EXAMPLES = 2000 if os.environ.get("PAGEDGEN_PROFILE") == "nightly" else 150
 
 
-def sequence(row, prompt_len, max_tokens):
-    params = SamplingParams(max_tokens=max_tokens)
+def sequence(row, prompt_len, max_tokens, n=1):
+    params = SamplingParams(max_tokens=max_tokens, n=n, temperature=1.0)
     return Sequence(Request(row, list(range(1000 * row, 1000 * row + prompt_len)), params, max_tokens, frozenset(), 0))
 
 
@@ -49,6 +49,72 @@ def test_a_full_last_block_holds_block_size_tokens(length):
     assert (blocks.blocks_missing(row, length + 1) == 1) == (length % 4 == 0)
 
 
+def test_a_fork_shares_until_somebody_writes():
+    """The example of the module: blocks of 4, a prompt of 6, one fork."""
+    blocks = BlockManager(8, 4)
+    parent, fork = sequence(0, 6, 9), sequence(0, 6, 9)
+    blocks.reserve(parent, 6)
+    parent.num_computed_tokens = 6
+    blocks.fork(parent, fork)
+    assert fork.block_table == parent.block_table
+    assert blocks.num_used_blocks == 2
+    first, last = parent.block_table
+    assert blocks.reserve(parent, 7)
+    assert parent.block_table[0] == first
+    assert parent.block_table[1] != last
+    assert blocks.take_copies() == [[(last, parent.block_table[1])]]
+    assert blocks.reserve(fork, 7)
+    assert fork.block_table == [first, last]
+    assert blocks.take_copies() == []
+    blocks.audit([parent, fork])
+    blocks.release(parent)  # the parent may end first
+    blocks.audit([fork])
+    assert blocks.num_used_blocks == 2
+    blocks.release(fork)
+    assert blocks.num_used_blocks == 0
+
+
+def test_a_full_last_block_is_never_copied():
+    blocks = BlockManager(8, 4)
+    parent, fork = sequence(0, 8, 9), sequence(0, 8, 9)
+    blocks.reserve(parent, 8)
+    parent.num_computed_tokens = 8
+    blocks.fork(parent, fork)
+    assert blocks.reserve(parent, 9)
+    assert blocks.reserve(fork, 9)
+    assert blocks.take_copies() == []
+    assert blocks.num_used_blocks == 4
+
+
+def test_a_copy_needs_a_free_block():
+    blocks = BlockManager(2, 4)
+    parent, fork = sequence(0, 6, 9), sequence(0, 6, 9)
+    blocks.reserve(parent, 6)
+    parent.num_computed_tokens = 6
+    blocks.fork(parent, fork)
+    table = list(parent.block_table)
+    assert not blocks.reserve(parent, 7)
+    assert parent.block_table == table
+    blocks.release(fork)
+    assert blocks.reserve(parent, 7)
+    assert parent.block_table == table
+    assert blocks.take_copies() == []
+
+
+def test_copies_are_batched_so_that_none_reads_what_another_writes():
+    blocks = BlockManager(4, 4)
+    blocks._copies = [(0, 1), (2, 3), (1, 2), (0, 3), (0, 1)]
+    batches = blocks.take_copies()
+    pool = ["a", "b", "c", "d"]
+    for batch in batches:
+        assert not {s for s, _ in batch} & {d for _, d in batch}
+        values = [pool[s] for s, _ in batch]
+        for (_, d), value in zip(batch, values, strict=True):
+            pool[d] = value
+    assert pool == ["a", "a", "a", "a"]
+    assert [pair for batch in batches for pair in batch] == [(0, 1), (2, 3), (1, 2), (0, 3), (0, 1)]
+
+
 def test_warm_blocks_are_used_again_first():
     blocks = BlockManager(8, 4)
     row = sequence(0, 8, 1)
@@ -74,7 +140,7 @@ def test_audit_finds_damage(damage):
         blocks.audit([row])
 
 
-rows_strategy = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=25)
+rows_strategy = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=20)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -82,24 +148,24 @@ rows_strategy = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_
     rows=rows_strategy,
     block_size=st.sampled_from([4, 8, 16]),
     spare_blocks=st.integers(0, 12),
-    max_num_seqs=st.integers(1, 8),
+    max_num_seqs=st.integers(4, 9),
     extra_budget=st.integers(0, 30),
     data=st.data(),
 )
 def test_every_row_ends_whatever_the_pool(rows, block_size, spare_blocks, max_num_seqs, extra_budget, data):
-    """Random rows that may end early, through pools down to the largest row: all end, in bounded steps, no block is lost.
+    """Random rows and samples that may end early, through pools down to the largest row: all end, no block is lost.
 
-    A naive pool of tokens stands beside: each step's slots get the step's token ids, and every row must find its own tokens
-    in the slots of its table.
+    A naive pool of tokens stands beside: block copies are made in it, each step's slots get the step's token ids, and every
+    row must find its own tokens in the slots of its table, whatever it shares.
     """
-    largest = max(-(-(p + m - 1) // block_size) for p, m in rows)
+    largest = max(-(-(p + m - 1) // block_size) for p, m, _ in rows)
     blocks = BlockManager(largest + spare_blocks, block_size)
     budget = max_num_seqs + extra_budget
     scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
     pool = np.full(blocks.num_blocks * block_size, -1)
     tables = BlockTableArray(max_num_seqs, width=1)
-    for row, (prompt_len, max_tokens) in enumerate(rows):
-        scheduler.add(sequence(row, prompt_len, max_tokens))
+    for row, (prompt_len, max_tokens, n) in enumerate(rows):
+        scheduler.add(sequence(row, prompt_len, max_tokens, n))
     finished = []
     oldest_progress = {}
     for step_number in range(20_000):
@@ -114,6 +180,12 @@ def test_every_row_ends_whatever_the_pool(rows, block_size, spare_blocks, max_nu
         oldest = scheduler.running[0]
         assert oldest in step.sequences, "the oldest row must progress in every step"
         oldest_progress[step_number] = oldest.request.row_index
+        by_block = pool.reshape(-1, block_size)
+        for pairs in blocks.take_copies():
+            sources, destinations = (list(ids) for ids in zip(*pairs, strict=True))
+            assert not set(sources) & set(destinations)
+            assert len(set(destinations)) == len(destinations)
+            by_block[destinations] = by_block[sources]
         pool[batch.slot_mapping] = batch.input_ids
         for s, count in zip(step.sequences, step.num_scheduled_tokens, strict=True):
             s.num_computed_tokens += count
@@ -122,12 +194,16 @@ def test_every_row_ends_whatever_the_pool(rows, block_size, spare_blocks, max_nu
             slots = [b * block_size + o for b in s.block_table for o in range(block_size)][: s.num_computed_tokens]
             assert pool[slots].tolist() == s.token_ids[: s.num_computed_tokens]
         for i in batch.sample_rows:
-            s = step.sequences[i]
-            s.token_ids.append(1000 * s.request.row_index + len(s.token_ids))
-            if s.num_generated_tokens == s.request.max_tokens or data.draw(st.integers(0, 9)) == 0:
-                scheduler.finish(s)
-                finished.append(s.request.row_index)
-    assert sorted(finished) == list(range(len(rows)))
+            parent = step.sequences[i]
+            family = [parent, *scheduler.fork(parent)] if parent.num_pending_samples else [parent]
+            for s in family:
+                s.token_ids.append(-1000 * s.request.row_index - 100 * s.sample_index - len(s.token_ids) - 2)
+                if s.num_generated_tokens == s.request.max_tokens or data.draw(st.integers(0, 9)) == 0:
+                    scheduler.finish(s)
+                    finished.append((s.request.row_index, s.sample_index))
+        blocks.audit(scheduler.running)
+        assert len(scheduler.running) <= max_num_seqs
+    assert sorted(finished) == [(row, i) for row, (_, _, n) in enumerate(rows) for i in range(n)]
     assert blocks.num_used_blocks == 0
     blocks.audit([])
 

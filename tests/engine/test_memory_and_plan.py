@@ -60,6 +60,14 @@ def test_blocks_are_counted_in_whole_blocks_without_the_last_token():
     assert many.num_blocks == 9
 
 
+def test_samples_share_their_prompts_full_blocks():
+    """Blocks of 16: a prompt of 40 fills two and shares them; each sample adds its own from there."""
+    assert plan([40], [9], samples=np.array([4])).peak_blocks_needed == 2 + 4 * 1
+    assert plan([40], [25], samples=np.array([4])).peak_blocks_needed == 2 + 4 * 2
+    assert plan([40, 40], [9, 9], samples=np.array([4, 4]), max_num_seqs=4).peak_blocks_needed == 6
+    assert plan([40], [9], samples=np.array([4])).max_new_tokens == 36
+
+
 def test_rows_that_can_not_run_are_foretold():
     planned = plan([20, 70, 40, 20, 4096], [10, 10, 100, 10, 10], block_size=4, num_gpu_blocks_override=16)
     assert (planned.num_too_long, planned.num_too_large) == (1, 2)
