@@ -132,6 +132,8 @@ class Scheduler:
         rows of 100 + 500 tokens that all run to their limit this recomputes 16 % of the tokens, in 20 % fewer steps than
         admission by the most.
         """
+        if not self.waiting:
+            return
         num_seqs = sum(1 + s.num_pending_samples for s in self.running)
         growth = sum(self._expected_blocks(s) - len(s.block_table) for s in self.running)
         while self.waiting and prefill_budget > 0:
