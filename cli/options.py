@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from pathlib import Path
@@ -78,8 +79,8 @@ KvCacheMemoryBytes = Annotated[
 NumGpuBlocksOverride = Annotated[
     int | None,
     typer.Option(
-        "--num-gpu-blocks-override",
         "--max-block-num",
+        "--num-gpu-blocks-override",
         help="Blocks in the KV pool, instead of what fits.",
         rich_help_panel=RUNTIME,
     ),
@@ -109,7 +110,9 @@ def _read_config(ctx: typer.Context, path: str | None) -> str | None:
     unknown = sorted(k for k in values if k.replace("_", "-") not in flags)
     if unknown:
         known = ", ".join(sorted(f for f in flags if len(f) > 1))
-        raise UsageError(f"--config {path}: no such flag: {', '.join(unknown)}; known are {known}")
+        close = difflib.get_close_matches(unknown[0].replace("_", "-"), flags, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {known}"
+        raise UsageError(f"--config {path}: no such flag: {', '.join(unknown)}; {hint}")
     ctx.default_map = {flags[k.replace("_", "-")]: v for k, v in values.items()}
     return path
 
@@ -137,6 +140,8 @@ def parse_bytes(text: str | None, flag: str) -> int | None:
     if not match or match[2].upper() not in _UNITS:
         raise UsageError(f"{flag} {text} is not a size; write it like 80GiB, 500MB or 1073741824")
     size = float(match[1]) * _UNITS[match[2].upper()]
+    if size < 2**20:
+        raise UsageError(f"{flag} {text} is {size:,.0f} bytes; did you mean {match[1]}GiB?")
     if size > 2**60:
         raise UsageError(f"{flag} {text:.40} is more than any device has")
     return int(size)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from pagedgen.errors import OutputError
@@ -64,6 +64,12 @@ def gib(num_bytes: int) -> str:
     return f"{value:.2f} GiB"
 
 
+def print_event(event: dict[str, Any]) -> None:
+    """Print one JSON line on stderr."""
+    with contextlib.suppress(OSError, ValueError):
+        print(json.dumps(event), file=sys.stderr, flush=True)  # noqa: T201
+
+
 class RunProgress:
     """Shows a job's progress: a bar on a terminal, a line now and then elsewhere, JSON lines on request, or nothing."""
 
@@ -106,48 +112,52 @@ class RunProgress:
             columns = (
                 TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows"),
                 BarColumn(),
-                TextColumn("{task.fields[speed]:,.0f} tokens/s  blocks {task.fields[blocks]}  ETA"),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[speed]:,.0f} tokens/s  blocks {task.fields[blocks]}  ETA {task.fields[eta]}"),
             )
             self._bar = Progress(*columns, console=stderr, transient=True)
-            self._task = self._bar.add_task("", total=total, speed=0.0, blocks="")
+            self._task = self._bar.add_task("", total=total, speed=0.0, blocks="", eta="?")
             self._bar.start()
 
     def step(self, report: Any) -> None:
         """See `job.Progress.step`."""
         now = monotonic()
         speed = report.generated_tokens / max(now - self._started, 1e-9)
+        # An upper bound: rows may end before they have all the tokens they may get.
+        eta_s = report.tokens_left / speed if speed else None
+        eta = "?" if eta_s is None else f"at most {eta_s:,.0f} s"
         if self._bar is not None:
             blocks = f"{report.used_blocks}/{report.total_blocks}"
-            self._bar.update(self._task, completed=report.num_finished, speed=speed, blocks=blocks)
+            self._bar.update(self._task, completed=report.num_finished, speed=speed, blocks=blocks, eta=eta)
         elif now - self._printed >= _PLAIN_LINE_EVERY_S:
             self._printed = now
-            left = self._total - report.num_finished
-            eta = (now - self._started) / report.num_finished * left if report.num_finished else None
             facts = {
                 "rows": report.num_finished,
                 "total": self._total,
                 "tokens_per_s": round(speed, 1),
                 "used_blocks": report.used_blocks,
                 "total_blocks": report.total_blocks,
-                "eta_s": None if eta is None else round(eta),
+                "eta_at_most_s": None if eta_s is None else round(eta_s),
             }
             self._say(
                 {"event": "progress", **facts},
                 f"{report.num_finished:,}/{self._total:,} rows  {speed:,.0f} tokens/s  "
-                f"blocks {report.used_blocks}/{report.total_blocks}  ETA {'?' if eta is None else f'{eta:,.0f} s'}",
+                f"blocks {report.used_blocks}/{report.total_blocks}  ETA {eta}",
             )
 
     def _say(self, event: dict[str, Any], text: str) -> None:
         if self._mode == "json":
-            with contextlib.suppress(OSError, ValueError):
-                print(json.dumps(event), file=sys.stderr, flush=True)  # noqa: T201
+            print_event(event)
         elif self._mode != "none" and text:
             stderr.print(text, style="dim", markup=False, highlight=False)
 
 
-def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max_tokens_note: str) -> None:
-    """Print the closing table of a run."""
+def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max_tokens_note: str, mode: str) -> None:
+    """Print the closing table of a run; with progress as JSON its numbers as one more line, without progress nothing."""
+    if mode == "none":
+        return
+    if mode == "json":
+        print_event({"event": "done", "output": output, "stats_path": stats_path, "stats": stats})
+        return
     table = Table(title="pagedgen run", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
@@ -174,7 +184,7 @@ def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max
     table.add_row(
         "padding saved",
         f"{stats['padding_saved']:.1%} ({stats['computed_tokens']:,} tokens computed, "
-        f"{stats['padded_tokens']:,} in padded batches)",
+        f"{stats['padded_tokens']:,} in padded batches of {stats['config']['engine']['max_num_seqs']:,} rows)",
     )
     table.add_row("preemptions", f"{stats['preemptions']:,} ({stats['recomputed_tokens']:,} tokens recomputed)")
     table.add_row("peak memory", gib(stats["peak_memory_bytes"]))
@@ -231,7 +241,7 @@ def show_plan(report: Any) -> None:
     table.add_row("concurrent rows", f"{plan['max_concurrent_rows']:,} at this data's mean length")
     table.add_row("peak blocks needed", f"{plan['peak_blocks_needed']:,} (if every row runs to its max_tokens)")
     table.add_row(
-        "padding saved",
+        "prompt padding saved",
         f"{plan['padding_saved']:.1%} (prompts padded in batches of {plan['max_num_seqs']:,}: "
         f"{plan['padded_tokens']:,} tokens)",
     )

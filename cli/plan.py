@@ -80,6 +80,7 @@ def plan(
     with RunProgress("none" if as_json else "auto") as shown:
         report = plan_only(config, shown, opt.parse_bytes(device_memory, "--device-memory"))
     if as_json:
-        say(json.dumps({**report.plan, "details": asdict(report)}, indent=2))
+        details = asdict(report)
+        say(json.dumps({**details.pop("plan"), **details}, indent=2))
     else:
         show_plan(report)

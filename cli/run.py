@@ -13,7 +13,7 @@ from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 from . import options as opt
 from . import signals
-from .output import RunProgress, show_summary
+from .output import RunProgress, fail, show_summary
 
 OUTPUT = "Output"
 
@@ -29,14 +29,14 @@ def run(
     ],
     config: opt.Config = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output.", rich_help_panel=OUTPUT)] = False,
-    token_ids: Annotated[
-        bool, typer.Option("--token-ids", help="Write the generated token ids as well.", rich_help_panel=OUTPUT)
-    ] = False,
+    token_ids: Annotated[bool, typer.Option(help="Write the generated token ids as well.", rich_help_panel=OUTPUT)] = False,
     stats: Annotated[
         str | None,
         typer.Option(help="Where statistics go. (default: <output>.stats.json)", metavar="FILE", rich_help_panel=OUTPUT),
     ] = None,
-    progress: Annotated[str, typer.Option(help="auto, plain, json or none.", rich_help_panel=OUTPUT)] = "auto",
+    progress: Annotated[
+        str, typer.Option(help="auto, plain, json (one event a line), or none (nothing but errors).", rich_help_panel=OUTPUT)
+    ] = "auto",
     max_error_rate: Annotated[
         float, typer.Option(help="Share of rows that may fail before the exit code is 3.", rich_help_panel=OUTPUT)
     ] = 0.0,
@@ -63,12 +63,8 @@ def run(
     stop_token_ids: Annotated[
         list[int] | None, typer.Option(help="End a row at this token id (repeatable).", rich_help_panel=opt.SAMPLING)
     ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Don't end at the model's EOS.", rich_help_panel=opt.SAMPLING)
-    ] = False,
-    include_stop_str_in_output: Annotated[
-        bool, typer.Option("--include-stop-str-in-output", help="Keep the stop text.", rich_help_panel=opt.SAMPLING)
-    ] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Don't end at the model's EOS.", rich_help_panel=opt.SAMPLING)] = False,
+    include_stop_str_in_output: Annotated[bool, typer.Option(help="Keep the stop text.", rich_help_panel=opt.SAMPLING)] = False,
     revision: opt.Revision = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     allow_pickle: opt.AllowPickle = False,
@@ -96,9 +92,7 @@ def run(
         int | None,
         typer.Option(help="CPU threads. (default: the cores this process may use)", rich_help_panel=opt.RUNTIME),
     ] = None,
-    audit: Annotated[
-        bool, typer.Option("--audit", help="Recount the blocks after every step.", rich_help_panel=opt.RUNTIME)
-    ] = False,
+    audit: Annotated[bool, typer.Option(help="Recount the blocks after every step.", rich_help_panel=opt.RUNTIME)] = False,
 ) -> None:
     """Generate a completion for every row of PROMPTS and write them in input order.
 
@@ -163,5 +157,11 @@ def run(
     with RunProgress(progress, on_writing=signals.ignore) as shown:
         report = run_job(job, shown)
     note = f" (max_tokens {DEFAULT_MAX_TOKENS}, the default)" if max_tokens is None else ""
-    show_summary(report.stats, report.output, report.stats_path, note)
-    raise typer.Exit(EXIT_ROW_ERRORS if error_rate_exceeded(report, max_error_rate) else EXIT_OK)
+    show_summary(report.stats, report.output, report.stats_path, note, progress)
+    if error_rate_exceeded(report, max_error_rate):
+        fail(
+            f"{report.num_errors:,} of {report.num_rows:,} rows failed, more than --max-error-rate {max_error_rate:g} allows; "
+            f"the first: {report.first_error}"
+        )
+        raise typer.Exit(EXIT_ROW_ERRORS)
+    raise typer.Exit(EXIT_OK)

@@ -70,6 +70,7 @@ class JobReport:
     stats_path: str | None
     num_rows: int
     num_errors: int
+    first_error: str | None
 
 
 @dataclass
@@ -144,7 +145,7 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
     if prompts.requests:
         plan: Any = _generate(config, opened, prompts, stats, progress)
     else:
-        progress.note("no row can be run, so the weights are not loaded")
+        progress.note("there is nothing to generate, so the weights are not loaded")
         plan = None
 
     progress.phase("writing")
@@ -156,7 +157,8 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
     if stats_path is not None:
         with atomic_file(Path(stats_path)) as file:
             file.write(json.dumps(document, indent=2).encode() + b"\n")
-    return JobReport(document, config.output, stats_path, len(ordered), stats.rows["error"])
+    failed = [f"row {r.row_index}: {r.error}" for r in ordered if r.error is not None]
+    return JobReport(document, config.output, stats_path, len(ordered), len(failed), failed[0] if failed else None)
 
 
 def _generate(config: JobConfig, opened: Any, prompts: _Prompts, stats: RunStats, progress: Progress) -> Any:
@@ -336,6 +338,11 @@ def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunS
             else:
                 prompts.requests.append(request)
     stats.add_time("tokenize", perf_counter() - start)
+    if getattr(opened.tokenizer, "chat_template", None) and tokenizer.num_plain:
+        progress.note(
+            f"{tokenizer.num_plain:,} prompts are plain text and are continued as they are; to have the model answer "
+            "as in a chat, give rows of messages"
+        )
     if tokenizer.num_bos_kept:
         progress.note(f"{tokenizer.num_bos_kept} prompts begin with the BOS text themselves; no second one was added")
     return prompts

@@ -33,7 +33,13 @@ def test_toml_recipes_are_accepted_and_flags_win(tiny_model, tmp_path, recipe):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("max-token = 3", "max-token"), ("= nonsense", "can't be read"), ('max-tokens = "many"', "integer")]
+    ("text", "said"),
+    [
+        ("max-token = 3", "did you mean max-tokens"),
+        ("zzz = 3", "known are"),
+        ("= nonsense", "can't be read"),
+        ('max-tokens = "many"', "integer"),
+    ],
 )
 def test_bad_config_files_are_told(tiny_model, tmp_path, text, said):
     (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n')

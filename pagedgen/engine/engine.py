@@ -30,6 +30,7 @@ class StepReport:
 
     num_finished: int
     generated_tokens: int
+    tokens_left: int  # that the unfinished rows may still get
     used_blocks: int
     total_blocks: int
 
@@ -142,9 +143,11 @@ class Engine:
         """Step until every row has ended."""
         config, stats = self.opened.config, self.stats
         finished = 0
+        tokens_left = sum(s.request.max_tokens * s.request.params.n for s in scheduler.waiting)
         start = perf_counter()
         stats.startup_s = start - stats.started
         while scheduler.has_unfinished:
+            generated_before = stats.generated_tokens
             with stats.timed("schedule"):
                 step = scheduler.schedule()
                 tables.update(scheduler.running)
@@ -160,7 +163,9 @@ class Engine:
                 waiting=len(scheduler.waiting),
             )
             stats.num_steps += 1
+            tokens_left -= stats.generated_tokens - generated_before
             for sequence in ended:
+                tokens_left -= sequence.request.max_tokens - sequence.num_generated_tokens
                 scheduler.finish(sequence)
                 finished += 1
                 if sequence.finish_reason == "error":
@@ -169,7 +174,7 @@ class Engine:
                     on_finished(sequence)
             if config.audit:
                 blocks.audit(scheduler.running)
-            on_step(StepReport(finished, stats.generated_tokens, blocks.num_used_blocks, blocks.num_blocks))
+            on_step(StepReport(finished, stats.generated_tokens, tokens_left, blocks.num_used_blocks, blocks.num_blocks))
         assert blocks.num_used_blocks == 0, f"{blocks.num_used_blocks} blocks leaked"
         stats.generate_s += perf_counter() - start
         stats.preemptions += scheduler.num_preemptions

@@ -109,5 +109,5 @@ def _choose_device(device: str, planning: bool) -> str:
     if device == "auto":
         return "cuda" if has_gpu else "cpu"
     if device == "cuda" and not has_gpu and not planning:
-        raise UsageError("--device cuda: this machine has no usable CUDA device")
+        raise UsageError("--device cuda: this machine has no usable CUDA device (`plan` takes --device-memory for another one)")
     return device

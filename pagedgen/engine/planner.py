@@ -119,6 +119,12 @@ def plan_job(
     runs = ~too_long & ~too_large
     if max_block_num == 0 or (bool((~too_long).any()) and not runs.any()):
         smallest = int(blocks[~too_long].min()) if (~too_long).any() else 1
+        if available_kv_bytes <= 0 and not num_gpu_blocks_override:
+            raise MemoryPlanError(
+                f"there is no memory for the KV pool beside weights of {spec.weights_bytes:,} bytes and activations of "
+                f"{activation_peak_bytes:,}: the device has {device_total_bytes:,}, {device_free_bytes:,} of them free; use a "
+                "smaller --max-num-batched-tokens or --max-num-seqs, or a device with more memory"
+            )
         fits = "are allowed by --max-block-num" if num_gpu_blocks_override else f"fit into {max(available_kv_bytes, 0):,} bytes"
         raise MemoryPlanError(
             f"the KV pool can't hold one row: the shortest needs {smallest} blocks of {bytes_per_block:,} bytes "

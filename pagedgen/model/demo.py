@@ -99,6 +99,7 @@ def _dequantize(gguf_path: Path, target: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    os.environ["TQDM_DISABLE"] = "1"  # the conversion's own bar; nothing after it in this process shows one
     source = {"gguf_file": gguf_path.name}
     model = AutoModelForCausalLM.from_pretrained(
         gguf_path.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16, **source

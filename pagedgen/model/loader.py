@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import re
@@ -57,6 +58,8 @@ def locate(name: str, *, revision: str | None, trust_remote_code: bool, allow_pi
     elif Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ModelError(f"{name} is a directory without config.json: not a transformers model")
+    elif close := difflib.get_close_matches(name.lower(), demo.DEMO_MODELS, n=1, cutoff=0.8):
+        raise ModelError(f"no model directory and no demo model {name}; did you mean {close[0]}?")
     elif Path(name).exists():
         raise ModelError(f"{name} is a file, not a model directory")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:

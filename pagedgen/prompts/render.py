@@ -89,7 +89,10 @@ class PromptRenderer:
         present = [c for c in (MESSAGES_COLUMN, *PROMPT_COLUMNS, TOKEN_IDS_COLUMN) if c in values]
         if present:  # in Parquet every row has every column, most of them null
             return next((c for c in present if values[c] is not None), present[0])
-        raise RowError("missing_prompt", f"the row has none of the columns {MESSAGES_COLUMN}, {', '.join(PROMPT_COLUMNS)}")
+        raise RowError(
+            "missing_prompt",
+            f"the row has none of the columns {MESSAGES_COLUMN}, {', '.join(PROMPT_COLUMNS)}, {TOKEN_IDS_COLUMN}",
+        )
 
     def _render_chat(self, value: Any) -> str:
         """Render messages by the tokenizer's template. A last message of the assistant is continued, not answered."""

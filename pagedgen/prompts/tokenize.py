@@ -19,7 +19,8 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._bos = getattr(tokenizer, "bos_token", None)
-        self.num_bos_kept = 0  # plain prompts that brought their own BOS
+        self.num_plain = 0  # prompts that are text, not a rendered chat
+        self.num_bos_kept = 0  # of these, how many brought their own BOS
 
     def tokenize(self, prompts: list[Rendered]) -> list[list[int] | RowError]:
         """Return each prompt's token ids, or why it has none."""
@@ -35,6 +36,7 @@ class PromptTokenizer:
                 whole.append(place)
             else:
                 plain.append(place)
+        self.num_plain += sum(p.text is not None and not p.from_template for p in prompts)
         for places, add_special_tokens in ((plain, True), (whole, False)):
             texts = [prompts[place].text or "" for place in places]
             for place, ids in zip(places, self._encode(texts, add_special_tokens), strict=True):

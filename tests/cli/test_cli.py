@@ -81,6 +81,7 @@ def test_bad_rows_stay_in_place_and_the_rest_runs(tiny_model, tmp_path):
     source.write_text("".join(json.dumps(r) + "\n" for r in HOLES) + "{broken\n")
     done = pagedgen("run", tiny_model(), source, "-o", out, "--max-tokens", 3, "--ignore-eos", "--max-model-len", 99)
     assert done.returncode == 3, done.stderr
+    assert "10 of 14 rows failed, more than --max-error-rate 0 allows; the first: row 1: " in done.stderr.replace("\n", " ")
     rows = read_jsonl(out)
     assert [r["id"] for r in rows] == [*range(1, 14), None]
     codes = [r["error_code"] for r in rows]
@@ -150,7 +151,22 @@ def test_parquet_in_and_out(tiny_model, tmp_path, stop_early):
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "."], "is a directory"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "existing.jsonl"], "--overwrite"),
         (["run", "MODEL", "PROMPTS", "-o", "pipe.jsonl"], "not a regular file"),
-        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--kv-cache-memory-bytes", "1000"], "can't hold one row"),
+        (
+            [
+                "run",
+                "MODEL",
+                "PROMPTS",
+                "-o",
+                "o.jsonl",
+                "--max-model-len",
+                "500",
+                "--kv-cache-memory-bytes",
+                "1MiB",
+                "--block-size",
+                "1024",
+            ],
+            "can't hold one row",
+        ),
         (
             ["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--max-block-num", "1", "--block-size", "4"],
             "allowed by --max-block-num",
@@ -186,7 +202,9 @@ def test_parquet_in_and_out(tiny_model, tmp_path, stop_early):
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--no-such-flag"], "--no-such-flag"),
         (["run", "MODEL", "PROMPTS"], "--output"),
         (["plan", "MODEL", "nothing.jsonl"], "no such file"),
-        (["plan", "MODEL", "PROMPTS", "--device-memory", "1MiB"], "can't hold one row"),
+        (["plan", "MODEL", "PROMPTS", "--device-memory", "1MiB"], "no memory for the KV pool"),
+        (["plan", "MODEL", "PROMPTS", "--device-memory", "80"], "did you mean 80GiB"),
+        (["run", "smollm2-135M", "PROMPTS", "-o", "o.jsonl"], "did you mean smollm2-135m"),
         (["plan", "MODEL", "PROMPTS", "--max-tokens", "-3"], "max_tokens"),
         (["model", "get", "gpt-5"], "no demo model gpt-5"),
     ],
@@ -281,8 +299,10 @@ def test_stdout_holds_json_lines_and_nothing_else(tiny_model, prompts):
     done = pagedgen("run", tiny_model(), prompts, "-o", "-", "--max-tokens", 3, "--progress", "json")
     assert done.returncode == 0
     assert [json.loads(line)["row_index"] for line in done.stdout.splitlines()] == list(range(6))
-    events = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    events = [json.loads(line) for line in done.stderr.splitlines()]
     assert {"event": "generate", "rows": 6} in events
+    assert events[-1]["event"] == "done"
+    assert events[-1]["stats"]["rows"]["total"] == 6
 
 
 def test_a_closed_reader_ends_the_run_quietly(tiny_model, prompts):
