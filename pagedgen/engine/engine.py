@@ -105,7 +105,6 @@ class Engine:
         on_finished: Callable[[Sequence], None],
         on_error: Callable[[Request, int, RowError], None],
         on_step: Callable[[StepReport], None] = lambda report: None,
-        detokenize: bool = True,
     ) -> None:
         """Answer every request; each of its samples ends in exactly one call of `on_finished` or `on_error`."""
         config, stats = self.opened.config, self.stats
@@ -121,7 +120,7 @@ class Engine:
             else:
                 scheduler.add(Sequence(request))
         tables = BlockTableArray(self._max_num_seqs)
-        stops = StopChecker(self.opened.tokenizer if detokenize else None)
+        stops = StopChecker(self.opened.tokenizer)
         stats.blocks.total, stats.blocks.block_size = num_blocks, config.block_size
         with _out_of_memory_is_told(f"a KV pool of {num_blocks} blocks"):
             self._runner.allocate_cache(num_blocks)

@@ -31,8 +31,7 @@ class _StopStringSearch:
 class StopChecker:
     """Decide after each token whether a row ends, and make its text when it does."""
 
-    def __init__(self, tokenizer: Any | None):
-        """Without a tokenizer only token ids end a row and no text is made."""
+    def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
     def check(self, sequence: Sequence) -> bool:
@@ -46,7 +45,7 @@ class StopChecker:
         token = sequence.token_ids[-1]
         ends = generated >= params.min_tokens and (token in request.eos_token_ids or token in params.stop_token_ids)
         last = generated >= request.max_tokens
-        if params.stop and self._tokenizer is not None and self._stop_string_ends(sequence, certain=ends or last):
+        if params.stop and self._stop_string_ends(sequence, certain=ends or last):
             return True
         if ends:
             return self._finish(sequence, "stop", None if token in request.eos_token_ids else token)
@@ -82,9 +81,8 @@ class StopChecker:
 
     def _finish(self, sequence: Sequence, reason: str, stop_reason: int | None) -> bool:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
-        if self._tokenizer is not None:
-            ids = sequence.generated_token_ids
-            if reason == "stop":
-                ids = ids[:-1]  # the closing EOS or stop token is in the ids, not in the text
-            sequence.text = decode(self._tokenizer, ids, skip_special_tokens=sequence.request.params.skip_special_tokens)
+        ids = sequence.generated_token_ids
+        if reason == "stop":
+            ids = ids[:-1]  # the closing EOS or stop token is in the ids, not in the text
+        sequence.text = decode(self._tokenizer, ids, skip_special_tokens=sequence.request.params.skip_special_tokens)
         return True
