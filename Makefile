@@ -7,7 +7,7 @@ SOURCES := pyproject.toml Makefile
 .PHONY: demo model test test-fast nightly lint bench clean
 
 .venv/base: $(SOURCES)
-	@echo "installing into .venv (1.6 GB, about a minute the first time) ..."
+	@echo "installing into .venv (1.6 GB, a minute or two the first time) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	# torch first and pinned: a bare requirement would pull several GB of CUDA where no GPU is.

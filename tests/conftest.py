@@ -208,7 +208,7 @@ def eager_admission(monkeypatch):
     """Admit rows by the tokens they have now, so that small pools make them evict each other."""
     from pagedgen.engine.scheduler import Scheduler
 
-    monkeypatch.setattr(Scheduler, "_expected_tokens", staticmethod(lambda sequence: len(sequence.token_ids)))
+    monkeypatch.setattr(Scheduler, "_expected_tokens", lambda self, sequence: len(sequence.token_ids))
 
 
 @pytest.fixture(scope="session")

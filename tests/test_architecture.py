@@ -30,7 +30,7 @@ LEAVES = {
 ALLOWED = {
     "pagedgen.cli": {"pagedgen", "pagedgen.job", "pagedgen.model.demo"},
     "pagedgen.kernels": set(),
-    "pagedgen.recipes": {"pagedgen", "pagedgen.kernels.api", "pagedgen.kernels.cpu"},
+    "pagedgen.recipes": {"pagedgen.kernels.api", "pagedgen.engine"},
     "pagedgen.job": {"pagedgen.rows", "pagedgen.prompts", "pagedgen.engine"},
     "pagedgen.llm": {"pagedgen.prompts", "pagedgen.engine"},
     "pagedgen.rows": set(),

@@ -109,7 +109,7 @@ class Engine:
         """Answer every request; each of its samples ends in exactly one call of `on_finished` or `on_error`."""
         config, stats = self.opened.config, self.stats
         assert config.block_size
-        num_blocks = config.num_gpu_blocks_override or plan.num_blocks
+        num_blocks = plan.num_blocks
         blocks = BlockManager(num_blocks, config.block_size)
         scheduler = Scheduler(blocks, max_num_seqs=self._max_num_seqs, max_num_batched_tokens=self._max_num_batched_tokens)
         for request in self._in_order(requests):
@@ -153,11 +153,12 @@ class Engine:
                 batch = build_batch(step, tables, blocks.block_size)
             self._runner.copy_blocks(blocks.take_copies())
             ended = self._run_step(scheduler, step, batch, tables, stops)
+            num_entries = sum(len(s.block_table) for s in scheduler.running)
             stats.blocks.record(
                 stats.num_steps,
                 used=blocks.num_used_blocks,
-                slots=_filled_slots(scheduler.running, blocks),
-                entries=sum(len(s.block_table) for s in scheduler.running),
+                slots=_filled_slots(scheduler.running, blocks, num_entries),
+                entries=num_entries,
                 tables=len(scheduler.running),
                 waiting=len(scheduler.waiting),
             )
@@ -226,9 +227,9 @@ class Engine:
         return ended
 
 
-def _filled_slots(running: list[Sequence], blocks: BlockManager) -> int:
-    """Return the slots that hold a token, those of shared blocks once."""
-    if sum(len(s.block_table) for s in running) == blocks.num_used_blocks:
+def _filled_slots(running: list[Sequence], blocks: BlockManager, num_entries: int) -> int:
+    """Return the slots that hold a token, those of shared blocks once; `num_entries`: of all block tables."""
+    if num_entries == blocks.num_used_blocks:  # nothing is shared
         return sum(s.num_computed_tokens for s in running)
     filled: dict[int, int] = {}
     for sequence in running:

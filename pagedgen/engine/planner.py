@@ -30,6 +30,7 @@ class Plan:
     device_free_bytes: int
     available_kv_bytes: int
     max_block_num: int
+    num_blocks: int  # to allocate: what fits, but no more than the job can ever use at once (or just what was asked for)
     num_rows: int
     num_row_errors: int  # rows that have no usable prompt
     num_too_long: int  # prompts that leave no room within max_model_len
@@ -43,11 +44,6 @@ class Plan:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks to allocate: what fits, but no more than the job can ever use at once."""
-        return min(self.max_block_num, max(self.peak_blocks_needed, 1))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -153,6 +149,7 @@ def plan_job(
         device_free_bytes=device_free_bytes,
         available_kv_bytes=available_kv_bytes,
         max_block_num=int(max_block_num),
+        num_blocks=num_gpu_blocks_override or min(int(max_block_num), max(peak, 1)),
         num_rows=len(prompt_lens) + num_row_errors + num_too_long + num_empty,
         num_row_errors=num_row_errors,
         num_too_long=num_too_long + int(too_long.sum()),

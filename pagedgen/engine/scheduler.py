@@ -29,13 +29,24 @@ class ScheduledStep:
 class Scheduler:
     """Pick each step's rows under a token budget and the pool's free blocks."""
 
-    def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, watermark: float = 0.01):
-        """`watermark`: share of the pool kept free at admission, so that running rows can grow before anyone is preempted."""
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        watermark: float = 0.01,
+        expected_share: float = 0.5,
+    ):
+        """`watermark`: share of the pool kept free at admission, so that running rows can grow before anyone is preempted.
+        `expected_share`: how much of the tokens it may still get a row is expected to get, when it is admitted.
+        """
         assert max_num_batched_tokens >= max_num_seqs
         self._blocks = block_manager
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._watermark_blocks = int(watermark * block_manager.num_blocks)
+        self._expected_share = expected_share
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest admission first
         self.num_preemptions = 0
@@ -128,9 +139,8 @@ class Scheduler:
         """Start waiting rows in order while they and the running rows are expected to fit together.
 
         Admitting by the tokens a row has now fills the pool with rows that must evict each other as they grow; admitting by
-        the most it may get leaves the pool half empty. A row is expected to get half of the tokens it may still get: with
-        rows of 100 + 500 tokens that all run to their limit this recomputes 16 % of the tokens, in 20 % fewer steps than
-        admission by the most.
+        the most it may get leaves the pool half empty. So a row is expected to get a share (`expected_share`) of the tokens it
+        may still get; recipes/benchmarks/admission.py measures shares.
         """
         if not self.waiting:
             return
@@ -159,8 +169,7 @@ class Scheduler:
         shared = sequence.num_prompt_tokens // self._blocks.block_size
         return blocks + sequence.num_pending_samples * (blocks - shared)
 
-    @staticmethod
-    def _expected_tokens(sequence: Sequence) -> int:
+    def _expected_tokens(self, sequence: Sequence) -> int:
         """Return the tokens a row is expected to hold in the end."""
         remaining = sequence.request.max_tokens - sequence.num_generated_tokens
-        return len(sequence.token_ids) + max(0, remaining - 1) // 2
+        return len(sequence.token_ids) + int(max(0, remaining - 1) * self._expected_share)
