@@ -86,6 +86,31 @@ NumGpuBlocksOverride = Annotated[
     ),
 ]
 
+EnablePrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Compute the common beginnings of prompts once.",
+        rich_help_panel=RUNTIME,
+    ),
+]
+SwapSpace = Annotated[
+    str | None,
+    typer.Option(
+        help="Host memory for blocks that are needed again when the pool is full, e.g. 4GiB.",
+        metavar="BYTES",
+        rich_help_panel=RUNTIME,
+    ),
+]
+DiskSwap = Annotated[
+    str | None,
+    typer.Option(
+        help="A directory and a size, e.g. /scratch:20GiB, for blocks that host memory has no room for.",
+        metavar="PATH:BYTES",
+        rich_help_panel=RUNTIME,
+    ),
+]
+
 MaxTokens = Annotated[
     int | None, typer.Option(help="Most tokens to generate for a row. (default: 512)", rich_help_panel=SAMPLING)
 ]
@@ -145,6 +170,20 @@ def parse_bytes(text: str | None, flag: str) -> int | None:
     if size > 2**60:
         raise UsageError(f"{flag} {text:.40} is more than any device has")
     return int(size)
+
+
+def parse_disk_swap(text: str | None) -> tuple[str | None, int]:
+    """Return "DIR:20GiB" as a directory and bytes.
+
+    Raises:
+        UsageError: no directory, or not a size.
+    """
+    if text is None:
+        return None, 0
+    path, colon, size = text.rpartition(":")
+    if not colon or not path:
+        raise UsageError(f"--disk-swap {text} is not a directory and a size; write it like /scratch:20GiB")
+    return path, parse_bytes(size, "--disk-swap") or 0
 
 
 def read_template(path: str | None) -> str | None:

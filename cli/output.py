@@ -186,7 +186,21 @@ def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max
         f"{stats['padding_saved']:.1%} ({stats['computed_tokens']:,} tokens computed, "
         f"{stats['padded_tokens']:,} in padded batches of {stats['config']['engine']['max_num_seqs']:,} rows)",
     )
+    prefix = stats["prefix_cache"]
+    if prefix["shareable_tokens"] or prefix["saved_tokens"]:
+        table.add_row(
+            "prefix cache",
+            f"{prefix['saved_tokens']:,} prompt tokens of {prefix['hit_rows']:,} rows not computed again "
+            f"({prefix['shareable_tokens']:,} could be shared); {prefix['evictions']:,} blocks given up too early",
+        )
+    if stats["kept_tokens"]:
+        table.add_row("conversations", f"{stats['kept_tokens']:,} tokens kept from turn to turn")
     table.add_row("preemptions", f"{stats['preemptions']:,} ({stats['recomputed_tokens']:,} tokens recomputed)")
+    swap = stats["swap"]
+    moved = {name: count for name, count in swap["moved_blocks"].items() if name != "device to device"}
+    if any(swap["blocks"].values()):
+        sizes = ", ".join(f"{count:,} blocks on {tier}" for tier, count in swap["blocks"].items() if count)
+        table.add_row("swap space", f"{sizes}; moved: {', '.join(f'{n:,} {name}' for name, n in moved.items()) or 'none'}")
     table.add_row("peak memory", gib(stats["peak_memory_bytes"]))
     config = stats["config"]["engine"]
     table.add_row("ran as", f"{config['dtype']} on {config['device']} ({config['backend']} kernels), seed {config['seed']}")
@@ -224,6 +238,8 @@ def show_plan(report: Any) -> None:
     table.add_row("KV per block", f"{plan['bytes_per_block']:,} bytes ({plan['block_size']} tokens)")
     table.add_row("for KV", gib(plan["available_kv_bytes"]))
     table.add_row("max_block_num", f"{plan['max_block_num']:,}")
+    if plan["host_blocks"] or plan["disk_blocks"]:
+        table.add_row("swap space", f"{plan['host_blocks']:,} blocks in host memory, {plan['disk_blocks']:,} on disk")
     table.add_row("rows", f"{plan['num_rows']:,} in {len(report.files)} file(s)")
     for label, key in (
         ("without a usable prompt", "num_row_errors"),

@@ -47,12 +47,15 @@ def plan(
     gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
     kv_cache_memory_bytes: opt.KvCacheMemoryBytes = None,
     num_gpu_blocks_override: opt.NumGpuBlocksOverride = None,
+    swap_space: opt.SwapSpace = None,
+    disk_swap: opt.DiskSwap = None,
 ) -> None:
     """Compute max_block_num and what the job will need. Reads config and tokenizer only."""
     try:
         sampling = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
     except ValueError as error:
         raise UsageError(f"sampling: {error}") from error
+    disk_swap_path, disk_swap_bytes = opt.parse_disk_swap(disk_swap)
     config = JobConfig(
         inputs=prompts,
         prompt_column=prompt_column,
@@ -75,6 +78,9 @@ def plan(
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=opt.parse_bytes(kv_cache_memory_bytes, "--kv-cache-memory-bytes"),
             num_gpu_blocks_override=num_gpu_blocks_override,
+            swap_space_bytes=opt.parse_bytes(swap_space, "--swap-space") or 0,
+            disk_swap_path=disk_swap_path,
+            disk_swap_bytes=disk_swap_bytes,
         ),
     )
     with RunProgress("none" if as_json else "auto") as shown:

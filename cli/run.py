@@ -16,6 +16,7 @@ from . import signals
 from .output import RunProgress, fail, show_summary
 
 OUTPUT = "Output"
+_EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
 
 def run(
@@ -37,15 +38,40 @@ def run(
     progress: Annotated[
         str, typer.Option(help="auto, plain, json (one event a line), or none (nothing but errors).", rich_help_panel=OUTPUT)
     ] = "auto",
+    block_map: Annotated[
+        str | None,
+        typer.Option(
+            help="Write which block belongs to which row, for `pagedgen blocks`.", metavar="FILE", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    block_map_every: Annotated[
+        int, typer.Option(min=1, help="Steps between two snapshots of the block map.", rich_help_panel=OUTPUT)
+    ] = 100,
     max_error_rate: Annotated[
         float, typer.Option(help="Share of rows that may fail before the exit code is 3.", rich_help_panel=OUTPUT)
     ] = 0.0,
     prompt_column: opt.PromptColumn = None,
     messages_column: opt.MessagesColumn = None,
     id_column: opt.IdColumn = None,
+    cache_salt_column: Annotated[
+        str | None,
+        typer.Option(help="Column with a text: only rows with the same one share K/V.", rich_help_panel=opt.INPUT),
+    ] = None,
     limit: opt.Limit = None,
     chat_template: opt.ChatTemplate = None,
-    n: Annotated[int, typer.Option("--n", help="Samples of each row, on rows of their own.", rich_help_panel=opt.SAMPLING)] = 1,
+    n: Annotated[
+        int,
+        typer.Option("--n", help="Samples (or best beams) of each row, on rows of their own.", rich_help_panel=opt.SAMPLING),
+    ] = 1,
+    beam_width: Annotated[int, typer.Option(help="Above 1: beam search.", rich_help_panel=opt.SAMPLING)] = 1,
+    length_penalty: Annotated[
+        float,
+        typer.Option(help="A beam's score is its log-probability over its length to this power.", rich_help_panel=opt.SAMPLING),
+    ] = 1.0,
+    early_stopping: Annotated[
+        str,
+        typer.Option(help="When a beam search ends: true, false or never, as in transformers.", rich_help_panel=opt.SAMPLING),
+    ] = "false",
     max_tokens: opt.MaxTokens = None,
     min_tokens: Annotated[int, typer.Option(help="Fewest tokens before a row may end.", rich_help_panel=opt.SAMPLING)] = 0,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. (default: 0)", rich_help_panel=opt.SAMPLING)] = None,
@@ -81,6 +107,13 @@ def run(
     gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
     kv_cache_memory_bytes: opt.KvCacheMemoryBytes = None,
     num_gpu_blocks_override: opt.NumGpuBlocksOverride = None,
+    enable_prefix_caching: opt.EnablePrefixCaching = True,
+    swap_space: opt.SwapSpace = None,
+    disk_swap: opt.DiskSwap = None,
+    watermark: Annotated[
+        float,
+        typer.Option(help="Share of the pool kept free when rows are admitted.", rich_help_panel=opt.RUNTIME),
+    ] = 0.01,
     sort: Annotated[
         str,
         typer.Option(
@@ -105,9 +138,17 @@ def run(
         raise UsageError(f"--max-error-rate {max_error_rate} must be between 0 and 1")
     if temperature is None and (top_p != 1.0 or top_k > 1 or min_p != 0.0):
         raise UsageError("--top-p, --top-k and --min-p have no effect on greedy decoding: set --temperature as well")
+    if early_stopping not in _EARLY_STOPPING:
+        raise UsageError(f"--early-stopping {early_stopping} is not one of {', '.join(_EARLY_STOPPING)}")
+    if beam_width == 1 and (length_penalty != 1.0 or early_stopping != "false"):
+        raise UsageError("--length-penalty and --early-stopping have no effect without --beam-width above 1")
+    disk_swap_path, disk_swap_bytes = opt.parse_disk_swap(disk_swap)
     try:
         sampling = SamplingParams(
             n=n,
+            beam_width=beam_width,
+            length_penalty=length_penalty,
+            early_stopping=_EARLY_STOPPING[early_stopping],
             temperature=temperature or 0.0,
             top_p=top_p,
             top_k=top_k,
@@ -128,10 +169,13 @@ def run(
         prompt_column=prompt_column,
         messages_column=messages_column,
         id_column=id_column,
+        cache_salt_column=cache_salt_column,
         limit=limit,
         chat_template=opt.read_template(chat_template),
         token_ids=token_ids,
         overwrite=overwrite,
+        block_map=block_map,
+        block_map_every=block_map_every,
         sampling=sampling,
         engine=EngineConfig(
             model=model,
@@ -148,6 +192,11 @@ def run(
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=opt.parse_bytes(kv_cache_memory_bytes, "--kv-cache-memory-bytes"),
             num_gpu_blocks_override=num_gpu_blocks_override,
+            enable_prefix_caching=enable_prefix_caching,
+            swap_space_bytes=opt.parse_bytes(swap_space, "--swap-space") or 0,
+            disk_swap_path=disk_swap_path,
+            disk_swap_bytes=disk_swap_bytes,
+            watermark=watermark,
             sort=sort,
             threads=threads,
             seed=seed,

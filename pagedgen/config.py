@@ -35,6 +35,11 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    swap_space_bytes: int = 0
+    disk_swap_path: str | None = None
+    disk_swap_bytes: int = 0
+    watermark: float = 0.01
     sort: str = "length"
     threads: int | None = None
     seed: int = 0
@@ -60,6 +65,13 @@ class EngineConfig:
                 raise UsageError(f"{flag} {value} must be between 1 and {most}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(f"--gpu-memory-utilization {self.gpu_memory_utilization} must be above 0 and at most 1")
+        if not 0 <= self.watermark < 1:
+            raise UsageError(f"--watermark {self.watermark} must be at least 0 and below 1")
+        for flag, value in (("--swap-space", self.swap_space_bytes), ("--disk-swap", self.disk_swap_bytes)):
+            if not 0 <= value <= 2**60:
+                raise UsageError(f"{flag} {value} must be between 0 and 2**60 bytes")
+        if (self.disk_swap_path is None) != (self.disk_swap_bytes == 0):
+            raise UsageError("--disk-swap needs a directory and a size above 0")
         if not 0 <= self.seed < 2**64:
             raise UsageError(f"--seed {self.seed} must be between 0 and 2**64 - 1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -36,9 +37,12 @@ class JobConfig:
     prompt_column: str | None = None
     messages_column: str | None = None
     id_column: str | None = None
+    cache_salt_column: str | None = None
     limit: int | None = None
     chat_template: str | None = None
     token_ids: bool = False
+    block_map: str | None = None
+    block_map_every: int = 100
     overwrite: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,16 +98,35 @@ class _Prompts:
     id_column: str | None
     ids: list[Any]
     requests: list[Request] = field(default_factory=list)
-    results: dict[tuple[int, int], Result] = field(default_factory=dict)  # by (row index, sample index)
+    results: dict[tuple[int, int, int], Result] = field(default_factory=dict)  # by (row, sample, turn)
+    conversations: dict[int, Any] = field(default_factory=dict)  # by row, of those with several turns
+    going_on: dict[tuple[int, int], Any] = field(default_factory=dict)  # by (row, sample), once they have an answer
+
+    def num_turns(self, row_index: int) -> int:
+        """Return how many answers each sample of a row has."""
+        conversation = self.conversations.get(row_index)
+        return 1 if conversation is None else conversation.num_turns
 
     def end(self, result: Result, num_samples: int) -> None:
-        """Take the result of a row that ends without the engine: the same for each of its samples."""
+        """Take the result of a row that ends without the engine: the same for each of its samples and turns."""
         for sample_index in range(num_samples):
-            self.results[result.row_index, sample_index] = replace(result, sample_index=sample_index)
+            self.end_sample(replace(result, sample_index=sample_index))
+
+    def end_sample(self, result: Result) -> None:
+        """Take the result of a turn after which there is no next one: it stands for those that would have followed."""
+        for turn_index in range(result.turn_index, self.num_turns(result.row_index)):
+            self.results[result.row_index, result.sample_index, turn_index] = replace(result, turn_index=turn_index)
+
+    def conversation(self, row_index: int, sample_index: int) -> Any:
+        """Return a sample's own conversation; None for a row without turns."""
+        key = (row_index, sample_index)
+        if key not in self.going_on and row_index in self.conversations:
+            self.going_on[key] = self.conversations[row_index].fork()
+        return self.going_on.get(key)
 
     def not_run(self) -> dict[str, int]:
         """Count the rows that ended before the engine, as a plan does."""
-        first = [r for (_, sample_index), r in self.results.items() if sample_index == 0]
+        first = [r for (_, sample_index, turn_index), r in self.results.items() if sample_index == turn_index == 0]
         too_long = sum(r.error_code == "prompt_too_long" for r in first)
         errors = sum(r.error_code is not None for r in first)
         return {"num_row_errors": errors - too_long, "num_too_long": too_long, "num_empty": len(first) - errors}
@@ -121,6 +144,10 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
     files = expand_inputs(config.inputs)
     output_format = check_output(config.output, overwrite=config.overwrite, inputs=files)
     stats_path = _stats_path(config, files)
+    if config.block_map is not None:
+        check_writable(config.block_map, "--block-map", overwrite=config.overwrite, inputs=files)
+        if config.block_map in (config.output, stats_path):
+            raise UsageError(f"--block-map {config.block_map} is another output of this command")
     progress.phase("opening the model")
     threads.prepare()
     from .engine.opened import open_model
@@ -150,7 +177,8 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
 
     progress.phase("writing")
     ordered = [prompts.results[key] for key in sorted(prompts.results)]
-    assert [r.row_index for r in ordered if r.sample_index == 0] == [row.index for row in prompts.rows], "a row has no answer"
+    answered = [r.row_index for r in ordered if r.sample_index == r.turn_index == 0]
+    assert answered == [row.index for row in prompts.rows], "a row has no answer"
     with stats.timed("write"):
         writer.write(ordered)
     document = _count(stats, ordered, opened, plan, config)
@@ -174,30 +202,77 @@ def _generate(config: JobConfig, opened: Any, prompts: _Prompts, stats: RunStats
     engine = Engine(opened, stats)
     plan = engine.plan(prompts.requests, **prompts.not_run())
     by_index = {row.index: row for row in prompts.rows}
-    results = prompts.results
 
-    def on_finished(sequence: Sequence) -> None:
+    def on_finished(sequence: Sequence) -> Request | None:
         request = sequence.request
-        results[request.row_index, sequence.sample_index] = _result(
+        key = (request.row_index, sequence.sample_index, request.turn_index)
+        prompts.results[key] = _result(
             by_index[request.row_index],
             prompts.ids[request.row_index],
             sample_index=sequence.sample_index,
+            turn_index=request.turn_index,
             response=sequence.text,
             token_ids=sequence.generated_token_ids,
             finish_reason=sequence.finish_reason or "length",
             stop_reason=sequence.stop_reason,
             num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
             num_generated_tokens=sequence.num_generated_tokens,
+            score=sequence.score,
             seed=request.seed,
         )
+        conversation = prompts.conversation(request.row_index, sequence.sample_index)
+        if conversation is None:
+            return None
+        try:
+            return _next_turn(conversation, sequence, opened)
+        except RowError as error:
+            on_error(replace(request, turn_index=request.turn_index + 1), sequence.sample_index, error)
+            return None
 
     def on_error(request: Request, sample_index: int, error: RowError) -> None:
         result = _error_result(by_index[request.row_index], prompts.ids[request.row_index], error, request.num_prompt_tokens)
-        results[request.row_index, sample_index] = replace(result, sample_index=sample_index)
+        prompts.end_sample(replace(result, sample_index=sample_index, turn_index=request.turn_index))
 
-    progress.rows(sum(r.params.n for r in prompts.requests))
-    engine.generate(prompts.requests, plan, on_finished=on_finished, on_error=on_error, on_step=progress.step)
+    progress.rows(sum(r.params.n * prompts.num_turns(r.row_index) for r in prompts.requests))
+    with contextlib.ExitStack() as stack:
+        block_map = None
+        if config.block_map is not None:
+            from .engine.block_map import BlockMapWriter
+
+            block_map = stack.enter_context(BlockMapWriter(config.block_map, config.block_map_every))
+        engine.generate(
+            prompts.requests,
+            plan,
+            on_finished=on_finished,
+            on_error=on_error,
+            on_step=progress.step,
+            on_note=progress.note,
+            block_map=block_map,
+        )
     return plan
+
+
+def _next_turn(conversation: Any, sequence: Sequence, opened: Any) -> Request | None:
+    """Return the request of a conversation's next turn; None after the last.
+
+    Raises:
+        RowError: it can't be rendered, or leaves no room.
+    """
+    request, answer_ids = sequence.request, sequence.generated_token_ids
+    if sequence.finish_reason == "stop" and not isinstance(sequence.stop_reason, str):
+        answer_ids = answer_ids[:-1]  # the closing EOS or stop token is not part of the answer's text
+    prompt = conversation.next_prompt(sequence.text or "", list(request.prompt_token_ids), answer_ids)
+    if prompt is None:
+        return None
+    return opened.make_request(
+        request.row_index,
+        prompt,
+        request.params,
+        turn_index=request.turn_index + 1,
+        cache_salt=request.cache_salt,
+        later_tokens=max(0, request.max_kv_tokens - len(prompt) - request.params.max_tokens),
+    )
 
 
 def plan_only(config: JobConfig, progress: Progress, device_memory_bytes: int | None = None) -> PlanReport:
@@ -287,6 +362,7 @@ def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunS
     """
     from .prompts.render import PromptRenderer, Rendered
     from .prompts.tokenize import PromptTokenizer
+    from .prompts.turns import Conversation
 
     renderer = PromptRenderer(opened.tokenizer, prompt_column=config.prompt_column, messages_column=config.messages_column)
     tokenizer = PromptTokenizer(opened.tokenizer, opened.spec.vocab_size)
@@ -299,6 +375,8 @@ def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunS
     renderer.check_columns(names, has_rows=any(row.error is None for row in rows))
     if config.id_column is not None and config.id_column not in names:
         raise InputError(f"--id-column {config.id_column}: no such column; found {', '.join(names) or 'none'}")
+    if config.cache_salt_column is not None and config.cache_salt_column not in names:
+        raise InputError(f"--cache-salt-column {config.cache_salt_column}: no such column; found {', '.join(names) or 'none'}")
     id_column = config.id_column or ("id" if "id" in names else None)
     ids = [row.values.get(id_column) if id_column else row.index for row in rows]
 
@@ -315,11 +393,19 @@ def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunS
                 group.append((row, renderer.render(row.values), params))
             except RowError as error:
                 prompts.end(_error_result(row, ids[row.index], error), config.sampling.n)
-        for (row, _, params), token_ids in zip(group, tokenizer.tokenize([g[1] for g in group]), strict=True):
+        for (row, rendered, params), token_ids in zip(group, tokenizer.tokenize([g[1] for g in group]), strict=True):
             try:
+                if rendered.turns:
+                    prompts.conversations[row.index] = Conversation(renderer, tokenizer, rendered.turns)
                 if isinstance(token_ids, RowError):
                     raise token_ids
-                request = opened.make_request(row.index, token_ids, params)
+                request = opened.make_request(
+                    row.index,
+                    token_ids,
+                    params,
+                    cache_salt=_cache_salt(config, row),
+                    later_tokens=_later_tokens(prompts.conversations.get(row.index), params),
+                )
             except RowError as error:
                 length = None if isinstance(token_ids, RowError) else len(token_ids)
                 prompts.end(_error_result(row, ids[row.index], error, length), params.n)
@@ -355,6 +441,23 @@ def _row_params(sampling: SamplingParams, row: Row) -> SamplingParams:
         raise RowError("bad_sampling_params", str(error)) from error
 
 
+def _cache_salt(config: JobConfig, row: Row) -> str:
+    """Return the text that keeps a row's K/V apart from others'; no salt, null and "" are the same."""
+    value = row.values.get(config.cache_salt_column) if config.cache_salt_column else None
+    if value is not None and not isinstance(value, str):
+        raise RowError("not_text", f"column {config.cache_salt_column} holds {type(value).__name__}, not text")
+    return value or ""
+
+
+def _later_tokens(conversation: Any, params: SamplingParams) -> int:
+    """Return what a conversation's later turns may add to its length."""
+    if conversation is None or conversation.num_turns == 1:
+        return 0
+    if params.beam_width > 1:
+        raise RowError("bad_sampling_params", "beam search can't be used for several turns")
+    return int(conversation.later_tokens(params.max_tokens))
+
+
 def _result(row: Row, row_id: Any, **fields: Any) -> Result:
     return Result(row_index=row.index, row_id=row_id, values=row.values, **fields)
 
@@ -379,7 +482,8 @@ def _count(stats: RunStats, results: list[Result], opened: Any, plan: Any, confi
         if result.error_code is not None:
             stats.row_errors[result.error_code] += 1
     answered = [r for r in results if r.finish_reason != "error" and r.num_generated_tokens]
-    prompt_lens = {r.row_index: r.num_prompt_tokens or 0 for r in answered}  # samples share their prompt
+    # samples share their first turn's prompt
+    prompt_lens = {(r.row_index, r.turn_index, r.turn_index and r.sample_index): r.num_prompt_tokens or 0 for r in answered}
     stats.prompt_tokens = sum(prompt_lens.values())
     lengths = np.array([(r.num_prompt_tokens or 0) + r.num_generated_tokens for r in answered], dtype=np.int64)
     stats.padded_tokens = padded_tokens(lengths, opened.config.max_num_seqs)
@@ -387,6 +491,13 @@ def _count(stats: RunStats, results: list[Result], opened: Any, plan: Any, confi
     document["plan"] = None if plan is None else plan.to_dict()
     document["model"] = opened.spec.to_dict()
     return document
+
+
+def read_block_map(path: str) -> Any:
+    """Read what `--block-map` wrote; see `engine.block_map.read_block_map`."""
+    from .engine import block_map
+
+    return block_map.read_block_map(path)
 
 
 def error_rate_exceeded(report: JobReport, max_error_rate: float) -> bool:

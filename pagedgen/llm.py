@@ -134,6 +134,7 @@ class LLM:
                 sequence.generated_token_ids,
                 sequence.finish_reason,
                 sequence.stop_reason,
+                sequence.score,
             )
             done = outputs.get(index)
             if done is None:

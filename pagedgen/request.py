@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Any
 
 from .sampling_params import SamplingParams
 
@@ -13,7 +14,8 @@ class Request:
     """One prompt, tokenized and checked: it fits the context and the KV pool.
 
     `max_tokens` is the row's own limit already cut to the room the prompt leaves. `eos_token_ids` are the model's, none when
-    the row ignores them. Random draws are keyed by (`seed`, `row_index`, sample, position) alone.
+    the row ignores them. Random draws are keyed by (`seed`, `row_index`, `turn_index`, sample, position) alone. Rows share K/V
+    only with rows of the same `cache_salt`. `later_tokens`: what the conversation's later turns may add to its length.
     """
 
     row_index: int
@@ -22,6 +24,9 @@ class Request:
     max_tokens: int
     eos_token_ids: frozenset[int]
     seed: int
+    turn_index: int = 0
+    cache_salt: str = ""
+    later_tokens: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -29,12 +34,12 @@ class Request:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens whose K/V the row may ever hold: the last generated token is never fed back."""
-        return self.num_prompt_tokens + max(self.max_tokens - 1, 0)
+        """Tokens whose K/V one sequence of the row may ever hold: the last generated token is never fed back."""
+        return self.num_prompt_tokens + max(self.max_tokens - 1, 0) + self.later_tokens
 
 
 class Sequence:
-    """A request in flight: waiting → running → finished; a preempted one goes back to waiting and is recomputed.
+    """A request in flight: waiting → running → finished; a preempted one goes back to waiting.
 
     Invariants: `token_ids` is prompt plus generated; the first `num_computed_tokens` of them have K/V in the blocks of
     `block_table`, in token order; `len(block_table) * block_size >= num_computed_tokens`. One token is left to compute when
@@ -42,15 +47,23 @@ class Sequence:
     """
 
     __slots__ = (
+        "beam_group",
         "block_table",
+        "digests",
         "finish_reason",
+        "leading",
+        "num_cached_tokens",
         "num_computed_tokens",
+        "num_expected_blocks",
         "num_pending_samples",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_seen_tokens",
+        "order",
         "request",
         "rewritten_from",
         "sample_index",
+        "score",
         "stop_reason",
         "table_row",
         "text",
@@ -61,12 +74,20 @@ class Sequence:
     def __init__(self, request: Request, sample_index: int = 0):
         self.request = request
         self.sample_index = sample_index
-        # Samples that will be forked from this one when its prompt is computed; they then share its blocks.
-        self.num_pending_samples = request.params.n - 1 if sample_index == 0 else 0
+        # Samples or beams that will be forked from this one when its prompt is computed; they then share its blocks.
+        self.num_pending_samples = request.params.num_sequences - 1 if sample_index == 0 else 0
+        self.beam_group: Any = None  # the row's search (`sampling.beam.BeamGroup`) when it has one
+        self.score: float | None = None  # of a finished beam
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
+        self.num_cached_tokens = 0  # prompt tokens whose K/V somebody else had computed, at the first admission
+        self.num_seen_tokens = 0  # the most that were ever computed: below it, work is done again
         self.block_table: list[int] = []
+        self.digests: list[bytes] = []  # of its first full blocks, owned by engine/prefix_cache.py
+        self.num_expected_blocks = 0  # of these, how many are counted as to be used when it is admitted
+        self.leading: list[bytes] = []  # digests of blocks that others wait for, owned by engine/scheduler.py
+        self.order = 0  # place in the queue, owned by engine/scheduler.py
         self.num_preemptions = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -97,6 +118,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None = None
+    score: float | None = None  # of a beam: its log-probability over its length to the power of length_penalty
 
 
 @dataclass(frozen=True)

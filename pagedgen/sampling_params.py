@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 DEFAULT_MAX_TOKENS = 512
-_INTEGERS = {"n", "top_k", "seed", "max_tokens", "min_tokens"}
+_INTEGERS = {"n", "top_k", "seed", "max_tokens", "min_tokens", "beam_width"}
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,17 @@ class SamplingParams:
     """Sampling of one row.
 
     Differences from vLLM: `temperature` defaults to 0 (greedy) and `max_tokens` to 512. Filters apply in the order
-    temperature, top_k, top_p, min_p, each on the renormalized survivors of the one before.
+    temperature, top_k, top_p, min_p, each on the renormalized survivors of the one before. Beam search and its three settings
+    are those of transformers' `generate`.
 
     Raises:
         ValueError: a value is of the wrong type or out of range; the message names the field, the value and the range.
     """
 
-    n: int = 1  # samples of each row
+    n: int = 1  # samples of each row; with beams, how many of the best
+    beam_width: int = 1  # above 1: beam search
+    length_penalty: float = 1.0  # a beam's score is its log-probability over its length to this power
+    early_stopping: bool | str = False  # true, false or "never", as transformers means them
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: off
@@ -59,10 +63,29 @@ class SamplingParams:
                 raise ValueError(f"stop {text!r} is not valid Unicode text")
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, low=0)
-        if self.n > 1 and self.greedy:
+        _integer("beam_width", self.beam_width, low=1)
+        _number("length_penalty", self.length_penalty, low=-math.inf)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f'early_stopping must be true, false or "never", not {self.early_stopping!r}')
+        if self.beam_width > 1:
+            self._check_beams()
+        elif self.n > 1 and self.greedy:
             raise ValueError(f"n {self.n} needs a temperature above 0: greedy samples are all the same")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+
+    def _check_beams(self) -> None:
+        if self.n > self.beam_width:
+            raise ValueError(f"n {self.n} is more than beam_width {self.beam_width}: there are only so many beams")
+        if not self.greedy:
+            raise ValueError(f"beam_width {self.beam_width} is a search without chance: temperature must be 0")
+        if self.stop:
+            raise ValueError("stop texts can't end a beam; use stop_token_ids")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences a row has in flight: its samples or its beams."""
+        return max(self.n, self.beam_width)
 
     @property
     def greedy(self) -> bool:

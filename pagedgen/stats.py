@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +19,8 @@ class BlockCounters:
     total: int = 0
     block_size: int = 0
     peak: int = 0
+    final_used: int = 0
+    final_cached: int = 0
     sum_used: int = 0
     sum_slots: int = 0  # slots that hold a token
     sum_tables: int = 0  # block tables in use
@@ -26,9 +28,9 @@ class BlockCounters:
     num_steps: int = 0
     series: list[dict[str, Any]] = field(default_factory=list)
 
-    def record(self, step: int, *, used: int, slots: int, entries: int, tables: int, waiting: int) -> None:
+    def record(self, step: int, *, used: int, cached: int, slots: int, entries: int, tables: int, waiting: int) -> None:
         """Count one step's end: `used` blocks hold `slots` tokens; `tables` block tables name them in `entries` entries, shared
-        blocks more than once; `waiting` rows are not admitted.
+        blocks more than once; `cached` blocks are kept for rows to come; `waiting` rows are not admitted.
         """
         self.num_steps += 1
         self.peak = max(self.peak, used)
@@ -37,7 +39,8 @@ class BlockCounters:
         self.sum_tables += tables
         self.sum_entries += entries
         if step % SERIES_EVERY == 0:
-            self.series.append({"step": step, "used_blocks": used, "used_slots": slots, "running": tables, "waiting": waiting})
+            sample = {"step": step, "used_blocks": used, "used_slots": slots, "cached_blocks": cached}
+            self.series.append({**sample, "running": tables, "waiting": waiting})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the shares: of the pool in use, of the used blocks' slots that hold a token, and lost in last blocks."""
@@ -47,6 +50,8 @@ class BlockCounters:
             "total": self.total,
             "block_size": self.block_size,
             "peak": self.peak,
+            "final_used": self.final_used,
+            "final_cached": self.final_cached,
             "mean_utilization": self.sum_used / steps / self.total if self.total else 0.0,
             "slot_utilization": slot_share,
             "last_block_waste": 1 - slot_share if self.sum_used else 0.0,
@@ -54,6 +59,30 @@ class BlockCounters:
             "saved_by_sharing": 1 - self.sum_used / self.sum_entries if self.sum_entries else 0.0,
             "series": self.series,
         }
+
+
+@dataclass
+class PrefixCounters:
+    """What rows found computed when they were first admitted. Preemption and what follows from it is counted apart."""
+
+    enabled: bool = False
+    shareable_tokens: int = 0  # prompt tokens less if every common prefix of full blocks is computed once
+    hit_rows: int = 0
+    hit_blocks: int = 0
+    saved_tokens: int = 0
+    evictions: int = 0  # blocks given up although somebody would have looked for them
+    recovered_tokens: int = 0  # that preempted rows found again
+
+
+@dataclass
+class SwapCounters:
+    """Blocks that moved between tiers, by (from, to); sizes and measured times are per tier below the device."""
+
+    blocks: dict[str, int] = field(default_factory=dict)
+    round_trip_s_per_block: dict[str, float] = field(default_factory=dict)
+    recompute_s_per_block: float = 0.0
+    moved_blocks: Counter[str] = field(default_factory=Counter)
+    failed_moves: int = 0
 
 
 @dataclass
@@ -68,6 +97,9 @@ class RunStats:
     num_steps: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    kept_tokens: int = 0  # of conversations, from one turn to the next
+    prefix: PrefixCounters = field(default_factory=PrefixCounters)
+    swap: SwapCounters = field(default_factory=SwapCounters)
     padded_tokens: int = 0
     computed_tokens: int = 0
     peak_memory_bytes: int = 0
@@ -98,7 +130,7 @@ class RunStats:
             "rows": {"total": sum(self.rows.values()), **dict(sorted(self.rows.items()))},
             "row_errors": dict(sorted(self.row_errors.items())),
             "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": 0,
+            "cached_tokens": self.prefix.saved_tokens + self.kept_tokens,
             "generated_tokens": self.generated_tokens,
             "wall_s": perf_counter() - self.started,
             "startup_s": self.startup_s,
@@ -112,6 +144,9 @@ class RunStats:
             "computed_tokens": self.computed_tokens,
             "preemptions": self.preemptions,
             "recomputed_tokens": self.recomputed_tokens,
+            "kept_tokens": self.kept_tokens,
+            "prefix_cache": asdict(self.prefix),
+            "swap": asdict(self.swap),
             "peak_memory_bytes": self.peak_memory_bytes,
             "config": config,
         }

@@ -193,7 +193,7 @@ class EngineRun:
         self.engine.generate(
             requests,
             self.engine.plan(requests),
-            on_finished=lambda s: done.__setitem__(key(s.request, s.sample_index), s),
+            on_finished=lambda s: done.__setitem__(key(s.request, s.sample_index), s),  # None: no next turn
             on_error=lambda r, sample, e: done.__setitem__(key(r, sample), e),
         )
         assert sorted(done) == sorted(key(r, i) for r in requests for i in range(r.params.n))

@@ -39,7 +39,9 @@ ALLOWED = {
     "pagedgen.sampling": set(),
     "pagedgen.model": {"pagedgen.kernels.api"},
 }
-NO_TORCH = ("pagedgen.engine.scheduler", "pagedgen.engine.block_manager", "pagedgen.engine.planner", "pagedgen.engine.batch")
+NO_TORCH = [
+    f"pagedgen.engine.{m}" for m in ("scheduler", "block_manager", "prefix_cache", "tiers", "planner", "batch", "block_map")
+]
 
 
 def modules():

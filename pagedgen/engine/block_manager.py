@@ -1,13 +1,16 @@
-"""Which block belongs to whom: the free list, reference counts and each sequence's block table. No torch, no tensor data.
+"""Which block belongs to whom: free lists, reference counts, block tables, and what is kept for later. No torch, no tensor data.
 
-A block is `block_size` slots of K/V for all layers. It is free or used, never both:
+A block is `block_size` slots of K/V for all layers. A device block is in exactly one state:
 
-    free   on the free list, reference count 0
-    used   in at least one block table, reference count = number of table entries that name it
+    free     on the free list
+    used     in at least one block table; its reference count = number of table entries that name it
+    cached   in no table, but somebody will look for its content (see `prefix_cache.py`)
 
-    free + used == num_blocks, after every call
+    free + used + cached == num_blocks; in the host and disk tiers free + cached == their size; after every call
 
-Blocks are given on demand and returned at once; the free list is a stack, so that warm blocks are used again first.
+Blocks are given on demand and returned at once; the free list is a stack, so that warm blocks are used again first. When it is
+empty, the cached block that is needed least makes room: it moves to the next tier that has room or holds something needed
+less, else it is given up. A preempted row's blocks are cached like any others, so it finds again what nobody needed.
 
 A fork shares every block of its parent, the partly filled last one too. Who first writes into a shared block gets a copy
 (copy-on-write). With blocks of 4, a prompt of 6 tokens and one fork:
@@ -15,114 +18,376 @@ A fork shares every block of its parent, the partly filled last one too. Who fir
     parent [7, 2], fork [7, 2]    counts: 7 → 2, 2 → 2
     the parent writes token 6     2 is shared: parent [7, 5], copy 2 → 5; counts: 2 → 1, 5 → 1
     the fork writes its token 6   2 is its own now: no copy
+
+Copies and moves between tiers are only noted here, in order; whoever runs the step makes them first (`take_moves`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 
-import numpy as np
+from ..request import Request, Sequence
+from .prefix_cache import CachedBlock, PrefixCache, blake2b_128
+from .tiers import Address, MoveBatch, Tier, batch_moves
 
-from ..request import Sequence
+_EVENTS_KEPT = 8
 
 
 class BlockManager:
     """Hand out the blocks of one pool."""
 
-    def __init__(self, num_blocks: int, block_size: int):
-        self.num_blocks = num_blocks
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        host_blocks: int = 0,
+        disk_blocks: int = 0,
+        record_history: bool = False,
+        hash_block: Callable[[bytes], bytes] = blake2b_128,
+    ):
+        """Without prefix caching and other tiers nothing is kept that no table names.
+
+        `record_history`: keep each block's last events, to tell when an audit fails.
+        """
         self.block_size = block_size
-        self._free: list[int] = list(range(num_blocks - 1, -1, -1))
-        self._ref_counts = np.zeros(num_blocks, dtype=np.int32)
-        self._copies: list[tuple[int, int]] = []
+        self.sizes = {Tier.DEVICE: num_blocks, Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
+        self._free = {tier: list(range(size - 1, -1, -1)) for tier, size in self.sizes.items()}
+        self._ref_counts = [0] * num_blocks
+        self._cached: list[CachedBlock | None] = [None] * num_blocks  # the index's entry of a device block
+        self._moves: list[tuple[Address, Address]] = []
+        self._now = 0
+        self._keeps = prefix_caching or host_blocks > 0 or disk_blocks > 0
+        self.cache = PrefixCache(block_size, share_rows=prefix_caching, hash_block=hash_block)
+        self._history: dict[Address, deque[str]] | None = {} if record_history else None
+        self.num_evictions = 0  # blocks given up although somebody would have looked for them
+        self.num_moves: Counter[tuple[Tier, Tier]] = Counter()
+
+    @property
+    def num_blocks(self) -> int:
+        return self.sizes[Tier.DEVICE]
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._free[Tier.DEVICE])
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return self.cache.num_idle[Tier.DEVICE]
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that can be taken: free ones, and cached ones that would make room."""
+        return self.num_free_blocks + self.num_cached_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_available_blocks
+
+    def num_held(self, tier: Tier) -> int:
+        """Return how many blocks of a tier hold something."""
+        return self.sizes[tier] - len(self._free[tier])
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def blocks_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many more blocks a sequence needs to hold its first `num_tokens` tokens."""
-        return max(0, self.blocks_for(num_tokens) - len(sequence.block_table))
+    def blocks_needed(self, request: Request) -> int:
+        """Return the blocks a row needs to run with nobody else: one sequence's, or all beams', which advance together."""
+        return blocks_needed(request, self.block_size)
+
+    # Growing, forking, returning
 
     def copies_needed(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return 1 when growing to `num_tokens` tokens would write into a block that others share, else 0."""
+        """Return 1 when growing to `num_tokens` tokens would write into a block that isn't the sequence's alone, else 0."""
         start = sequence.num_computed_tokens
         index = start // self.block_size
         if num_tokens <= start or index >= len(sequence.block_table):
             return 0
-        return int(self._ref_counts[sequence.block_table[index]] > 1)
+        block_id = sequence.block_table[index]
+        return int(self._ref_counts[block_id] > 1 or self._cached[block_id] is not None)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make a sequence's table hold `num_tokens` tokens in blocks it may write; all of it or, with too few free, nothing."""
-        missing = self.blocks_missing(sequence, num_tokens)
+        """Make a sequence's table hold `num_tokens` tokens in blocks it may write; all of it or, with too few left, nothing."""
+        table = sequence.block_table
+        missing = max(0, self.blocks_for(num_tokens) - len(table))
         copies = self.copies_needed(sequence, num_tokens)
-        if missing + copies > len(self._free):
+        if not missing and not copies:
+            return True
+        if missing + copies > self.num_available_blocks:
             return False
+        fresh = self._take(missing + copies)
         if copies:
             index = sequence.num_computed_tokens // self.block_size
-            shared, own = sequence.block_table[index], self._take()
-            self._ref_counts[shared] -= 1
-            sequence.block_table[index] = own
-            sequence.rewritten_from = index if sequence.rewritten_from is None else min(index, sequence.rewritten_from)
-            self._copies.append((shared, own))
-        sequence.block_table.extend(self._take() for _ in range(missing))
+            shared, own = table[index], fresh.pop()
+            table[index] = own
+            _note_rewrite(sequence, index)
+            self._move(Address(Tier.DEVICE, shared), Address(Tier.DEVICE, own))
+            self._drop_reference(shared)
+        table.extend(fresh)
         return True
 
-    def _take(self) -> int:
-        block_id = self._free.pop()
-        assert self._ref_counts[block_id] == 0, f"block {block_id} is on the free list and in use"
-        self._ref_counts[block_id] = 1
-        return block_id
+    def _take(self, count: int) -> list[int]:
+        """Return blocks with one reference each; the caller has checked that there are as many."""
+        free = self._free[Tier.DEVICE]
+        taken: list[int] = []
+        try:
+            while len(taken) < count:
+                if not free:
+                    self._make_room(Tier.DEVICE)
+                block_id = free.pop()
+                assert self._ref_counts[block_id] == 0, self._breach(block_id, "is on the free list and in use")
+                self._ref_counts[block_id] = 1
+                self._event(Address(Tier.DEVICE, block_id), "taken")
+                taken.append(block_id)
+        except BaseException:
+            for block_id in reversed(taken):
+                self._drop_reference(block_id)
+            raise
+        return taken
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child without blocks share all of its parent's. Either may end first: blocks go back by count alone."""
         assert not child.block_table
         child.block_table = list(parent.block_table)
         child.num_computed_tokens = parent.num_computed_tokens
+        child.num_seen_tokens = parent.num_seen_tokens
         for block_id in child.block_table:
-            self._ref_counts[block_id] += 1
+            self._add_reference(block_id)
 
-    def take_copies(self) -> list[list[tuple[int, int]]]:
-        """Return the (source, destination) block copies to make before the next step, as batches to make one after another.
+    def reorder(self, sequences: list[Sequence], parents: list[int]) -> None:
+        """Give each sequence the blocks of `sequences[parents[i]]`: a beam goes on from another one's tokens."""
+        tables = [sequences[p].block_table for p in parents]
+        for table in tables:
+            for block_id in table:
+                self._add_reference(block_id)
+        for sequence, table in zip(sequences, [list(t) for t in tables], strict=True):
+            old, sequence.block_table = sequence.block_table, table
+            for index, (before, after) in enumerate(zip(old, table, strict=True)):
+                if before != after:
+                    _note_rewrite(sequence, index)
+                    break
+            for block_id in reversed(old):
+                self._drop_reference(block_id)
 
-        Within a batch no block is written twice or both read and written.
-        """
-        batches: list[list[tuple[int, int]]] = []
-        touched: set[int] = set()
-        for source, destination in self._copies:
-            if not batches or destination in touched or source in {d for _, d in batches[-1]}:
-                batches.append([])
-                touched = set()
-            batches[-1].append((source, destination))
-            touched |= {source, destination}
-        self._copies.clear()
-        return batches
+    def hand_over(self, sequence: Sequence, successor: Sequence, num_tokens: int) -> None:
+        """Give a sequence's blocks to the one that goes on from its first `num_tokens` computed tokens."""
+        assert not successor.block_table and num_tokens <= sequence.num_computed_tokens
+        successor.block_table, sequence.block_table = sequence.block_table, []
+        successor.num_computed_tokens = num_tokens
+        self.trim(successor, num_tokens)
+
+    def trim(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give back the blocks past a sequence's first `num_tokens` tokens."""
+        while len(sequence.block_table) > self.blocks_for(num_tokens):
+            self._drop_reference(sequence.block_table.pop())
 
     def release(self, sequence: Sequence) -> None:
         """Give back every block of a sequence, the last one first, so that its head is the first to be used again."""
-        while sequence.block_table:
-            block_id = sequence.block_table.pop()
-            self._ref_counts[block_id] -= 1
-            assert self._ref_counts[block_id] >= 0, f"block {block_id} was released twice"
-            if self._ref_counts[block_id] == 0:
-                self._free.append(block_id)
-                if self._copies:  # nobody will read a copy into a block that was given back
-                    self._copies = [c for c in self._copies if c[1] != block_id]
+        self._now += 1
+        self.trim(sequence, 0)
+
+    def _add_reference(self, block_id: int) -> None:
+        self._ref_counts[block_id] += 1
+        self._event(Address(Tier.DEVICE, block_id), "shared")
+
+    def _drop_reference(self, block_id: int) -> None:
+        self._ref_counts[block_id] -= 1
+        assert self._ref_counts[block_id] >= 0, self._breach(block_id, "was released twice")
+        if self._ref_counts[block_id]:
+            self._event(Address(Tier.DEVICE, block_id), "one reference less")
+            return
+        block = self._cached[block_id]
+        if block is None:
+            self._vacate(Address(Tier.DEVICE, block_id))
+        else:
+            self._event(block.address, "cached")
+            self.cache.set_idle(block, self._now)
+            if not self.cache.users(block.digest):
+                self._give_up(block)
+
+    # What is kept for later
+
+    def expect(self, sequence: Sequence) -> None:
+        """Count a row that is to be admitted as a user of its prompt's full blocks."""
+        if self._keeps:
+            self.cache.expect(sequence, (len(sequence.token_ids) - 1) // self.block_size)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Stop counting a row that was admitted, or never will be."""
+        for block in self.cache.claim(sequence):
+            if not block.removed:
+                self._give_up(block)
+
+    def match(self, sequence: Sequence) -> list[CachedBlock]:
+        """Return the blocks, in any tier, that hold the beginning of a sequence; never its last token."""
+        return self.cache.match(sequence) if self._keeps else []
+
+    def blocks_to_take(self, hits: list[CachedBlock], num_blocks: int) -> int:
+        """Return how many of the available blocks a row with these hits and a table of `num_blocks` takes."""
+        in_use = sum(1 for block in hits if block.key is None)
+        return num_blocks - in_use
+
+    def admit(self, sequence: Sequence, hits: list[CachedBlock], num_tokens: int) -> bool:
+        """Give a row without blocks the ones found for it, and room for `num_tokens` in all; all of it or nothing.
+
+        Hits are held before anything else is taken, so that making room can't take them away.
+        """
+        assert not sequence.block_table
+        num_blocks = max(self.blocks_for(num_tokens), len(hits))
+        if self.blocks_to_take(hits, num_blocks) > self.num_available_blocks:
+            return False
+        held = [block for block in hits if self.cache.hold(block)]
+        away = [block for block in hits if block.address.tier != Tier.DEVICE]
+        try:
+            fresh = self._take(num_blocks - len(hits) + len(away))
+        except BaseException:
+            for block in held:
+                self.cache.set_idle(block, block.last_used)
+            raise
+        for block in hits:
+            if block.address.tier == Tier.DEVICE:
+                self._add_reference(block.address.block_id)
+            else:
+                self._bring(block, Address(Tier.DEVICE, fresh.pop()))
+        sequence.block_table = [block.address.block_id for block in hits] + fresh
+        sequence.num_computed_tokens = len(hits) * self.block_size
+        self.forget(sequence)
+        return True
+
+    def index(self, sequence: Sequence) -> None:
+        """Make a sequence's full computed blocks findable."""
+        if not self._keeps:
+            return
+        num_blocks = sequence.num_computed_tokens // self.block_size
+
+        def address_of(index: int) -> Address | None:
+            block_id = sequence.block_table[index]
+            return Address(Tier.DEVICE, block_id) if self._cached[block_id] is None else None
+
+        for block in self.cache.insert(sequence, num_blocks, address_of):
+            self._cached[block.address.block_id] = block
+            self._event(block.address, "indexed")
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a row's blocks; what it computed stays findable as long as nobody else needs the room."""
+        if self._keeps:
+            num_blocks = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1) // self.block_size
+            self.cache.expect(sequence, num_blocks)
+            self.index(sequence)
+        self.release(sequence)
+
+    def close_tier(self, tier: Tier) -> None:
+        """Take a tier out of use: what it holds can't be read any more."""
+        for block in self.cache.blocks():
+            if block.address.tier == tier and not block.removed:
+                self._give_up(block)
+        self.sizes[tier] = 0
+        self._free[tier] = []
+
+    def lose(self, addresses: Iterable[Address], sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Forget content that could not be moved to `addresses`; return the sequences whose tables name it."""
+        lost = set(addresses)
+        for block in self.cache.blocks():
+            if block.address in lost and not block.removed:
+                self._give_up(block)
+        block_ids = {block_id for tier, block_id in lost if tier == Tier.DEVICE}
+        return [s for s in sequences if block_ids.intersection(s.block_table)]
+
+    def _make_room(self, tier: Tier) -> None:
+        """Free one block of a tier, whose free list is empty: the idle block to go first moves on or is given up."""
+        block = self.cache.first_to_go(tier)
+        assert block is not None, f"nothing in the {tier.name} tier can make room"
+        self.cache.hold(block)
+        below = self._place_below(block)
+        if below is not None:
+            self._bring(block, below)
+            self.cache.set_idle(block, block.last_used)
+            return
+        self.num_evictions += 1
+        if not block.removed:  # making room below may have taken it along
+            self._give_up(block)
+        self._vacate(block.address)
+
+    def _place_below(self, block: CachedBlock) -> Address | None:
+        """Return room for a block in a lower tier, taking it from a block that is needed less; None when there is none."""
+        for tier in Tier:
+            if tier <= block.address.tier or not self.sizes[tier]:
+                continue
+            if not self._free[tier]:
+                rival = self.cache.first_to_go(tier)
+                if rival is None or rival.key is None or rival.key > self.cache.order_key(block):
+                    continue
+                self._make_room(tier)
+                if block.removed:  # it stood behind the one that was given up
+                    return None
+            return Address(tier, self._free[tier].pop())
+        return None
+
+    def _bring(self, block: CachedBlock, destination: Address) -> None:
+        """Move an indexed, held block; its old place is free, its content read before anything is written there."""
+        source = block.address
+        self._move(source, destination)
+        block.address = destination
+        if source.tier == Tier.DEVICE:
+            self._cached[source.block_id] = None
+        if destination.tier == Tier.DEVICE:
+            self._cached[destination.block_id] = block
+        self._vacate(source)
+
+    def _give_up(self, block: CachedBlock) -> None:
+        """Take a block and all behind it out of the index; idle ones are free then."""
+        for gone in self.cache.remove(block):
+            idle = self.cache.hold(gone)
+            if gone.address.tier == Tier.DEVICE:
+                self._cached[gone.address.block_id] = None
+            if idle:
+                self._vacate(gone.address)
+
+    def _vacate(self, address: Address) -> None:
+        self._event(address, "freed")
+        if self.sizes[address.tier]:
+            self._free[address.tier].append(address.block_id)
+
+    def _move(self, source: Address, destination: Address) -> None:
+        self._moves.append((source, destination))
+        self.num_moves[source.tier, destination.tier] += 1
+        self._event(destination, f"filled from {source.tier.name} {source.block_id}")
+
+    def take_moves(self) -> list[MoveBatch]:
+        """Return the copies and moves to make before the next step, as batches to make one after another."""
+        batches = batch_moves(self._moves)
+        self._moves.clear()
+        return batches
+
+    def filled_slots(self, running: Iterable[Sequence]) -> int:
+        """Return the slots of used blocks that hold a token, those of shared blocks once."""
+        size = self.block_size
+        partial: dict[int, int] = {}  # only blocks at a table's end are not full
+        for sequence in running:
+            table, first = sequence.block_table, sequence.num_computed_tokens // size
+            for index in range(first, len(table)):
+                filled = max(0, sequence.num_computed_tokens - index * size)
+                partial[table[index]] = max(filled, partial.get(table[index], 0))
+        return self.num_used_blocks * size - sum(size - filled for filled in partial.values())
+
+    # Audit
+
+    def _event(self, address: Address, what: str) -> None:
+        if self._history is not None:
+            self._history.setdefault(address, deque(maxlen=_EVENTS_KEPT)).append(what)
+
+    def _breach(self, block_id: int, what: str, tier: Tier = Tier.DEVICE) -> str:
+        past = "not recorded" if self._history is None else ", ".join(self._history.get(Address(tier, block_id), ())) or "none"
+        return f"{tier.name} block {block_id} {what}; its last events: {past}"
 
     def audit(self, sequences: Iterable[Sequence]) -> None:
         """Recount everything from the tables and compare.
 
         Raises:
-            AssertionError: a leak, a double use or a wrong count; the message names the block.
+            AssertionError: a leak, a double use or a wrong count; the message names the block and its last events.
         """
         named: Counter[int] = Counter()
         for sequence in sequences:
@@ -131,9 +396,41 @@ class BlockManager:
             assert held >= sequence.num_computed_tokens, (
                 f"row {sequence.request.row_index}: {sequence.num_computed_tokens} computed tokens in {held} slots"
             )
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is twice in the free list"
-        for block_id in range(self.num_blocks):
-            count = int(self._ref_counts[block_id])
-            assert count == named[block_id], f"block {block_id}: count {count}, named by {named[block_id]} table entries"
-            assert (count == 0) == (block_id in free), f"block {block_id}: count {count}, on free list {block_id in free}"
+        cached: dict[Address, CachedBlock] = {}
+        for block in self.cache.blocks():
+            assert block.address not in cached, self._breach(block.address.block_id, "is indexed twice", block.address.tier)
+            assert block.parent is None or not block.parent.removed, self._breach(block.address.block_id, "has lost its parent")
+            cached[block.address] = block
+        for tier, size in self.sizes.items():
+            free = set(self._free[tier])
+            twice = [b for b, n in Counter(self._free[tier]).items() if n > 1]
+            assert not twice, self._breach(twice[0], "is twice in the free list", tier)
+            idle = {a.block_id for a, b in cached.items() if a.tier == tier and b.key is not None}
+            assert len(idle) == self.cache.num_idle[tier], f"{len(idle)} idle {tier.name} blocks, {self.cache.num_idle} counted"
+            for block_id in range(size):
+                count = named[block_id] if tier == Tier.DEVICE else 0
+                states = (block_id in free, count > 0, block_id in idle)
+                assert sum(states) == 1, self._breach(block_id, "is in no or several states (free, used, cached)", tier)
+        for block_id, count in enumerate(self._ref_counts):
+            entries = named[block_id]
+            assert count == entries, self._breach(block_id, f"has count {count}, {entries} table entries name it")
+            block_or_none = cached.get(Address(Tier.DEVICE, block_id))
+            assert self._cached[block_id] is block_or_none, self._breach(block_id, "is indexed at another place")
+            if block_or_none is not None:
+                assert (block_or_none.key is None) == (count > 0), self._breach(block_id, "is held by nobody or idle in use")
+
+
+def blocks_needed(request: Request, block_size: int) -> int:
+    """Return the blocks a row needs to run with nobody else.
+
+    Samples need not run together, beams do: they share the prompt's full blocks and nothing else for certain.
+    """
+    one = -(-request.max_kv_tokens // block_size)
+    shared = request.num_prompt_tokens // block_size
+    beams = request.params.beam_width
+    return shared + beams * (one - shared) if beams > 1 else one
+
+
+def _note_rewrite(sequence: Sequence, index: int) -> None:
+    """Remember that the persistent copy of a block table is out of date from an entry on."""
+    sequence.rewritten_from = index if sequence.rewritten_from is None else min(index, sequence.rewritten_from)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from ..errors import MemoryPlanError, RowError
 from ..model import loader
 from ..request import Request, Sequence
+from ..sampling.beam import BeamGroup
 from ..sampling.sampler import ROWS_AT_ONCE, Sampler
 from ..sampling.stops import StopChecker
 from ..sampling_params import SamplingParams
@@ -18,10 +20,25 @@ from ..threads import set_threads
 from . import memory
 from .batch import BlockTableArray, PackedBatch, build_batch
 from .block_manager import BlockManager
+from .block_map import BlockMapWriter
 from .model_runner import ModelRunner
 from .opened import OpenedModel
 from .planner import Plan, plan_requests
 from .scheduler import ScheduledStep, Scheduler
+from .tiers import Tier
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class _Callbacks:
+    """Who is told what; see `Engine.generate`."""
+
+    on_finished: Callable[[Sequence], Request | None]
+    on_error: Callable[[Request, int, RowError], None]
+    on_step: Callable[[StepReport], None]
+    on_note: Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -69,6 +86,7 @@ class Engine:
             row_buckets=row_buckets,
         )
         self._sampler = Sampler(opened.num_token_ids)
+        self._round_trip_s: dict[Tier, float] = {}  # measured when a tier is first asked for
         # Every row drawn at random with every filter: the most memory the sampler can take.
         params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)
         probe = Sequence(Request(0, [0], params, 1, frozenset(), 0))
@@ -102,45 +120,93 @@ class Engine:
         requests: Iterable[Request],
         plan: Plan,
         *,
-        on_finished: Callable[[Sequence], None],
+        on_finished: Callable[[Sequence], Request | None],
         on_error: Callable[[Request, int, RowError], None],
         on_step: Callable[[StepReport], None] = lambda report: None,
+        on_note: Callable[[str], None] = lambda text: None,
+        block_map: BlockMapWriter | None = None,
     ) -> None:
-        """Answer every request; each of its samples ends in exactly one call of `on_finished` or `on_error`."""
+        """Answer every request; each of its samples ends in exactly one call of `on_finished` or `on_error`.
+
+        `on_finished` may return the request of the conversation's next turn, which goes on from the finished one's blocks and
+        is answered for that sample alone.
+        """
         config, stats = self.opened.config, self.stats
         assert config.block_size
-        num_blocks = plan.num_blocks
-        blocks = BlockManager(num_blocks, config.block_size)
-        scheduler = Scheduler(blocks, max_num_seqs=self._max_num_seqs, max_num_batched_tokens=self._max_num_batched_tokens)
-        for request in self._in_order(requests):
-            needed = blocks.blocks_for(request.max_kv_tokens)
-            if needed > num_blocks:
-                for sample in range(request.params.n):
-                    on_error(request, sample, _too_large(request, needed, num_blocks, config.block_size))
-            else:
-                scheduler.add(Sequence(request))
-        tables = BlockTableArray(self._max_num_seqs)
-        stops = StopChecker(self.opened.tokenizer)
-        stats.blocks.total, stats.blocks.block_size = num_blocks, config.block_size
-        with _out_of_memory_is_told(f"a KV pool of {num_blocks} blocks"):
-            self._runner.allocate_cache(num_blocks)
+        host_blocks, disk_blocks = self._tiers_worth_using(plan, on_note)
+        blocks = BlockManager(
+            plan.num_blocks,
+            config.block_size,
+            prefix_caching=config.enable_prefix_caching,
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
+            record_history=config.audit,
+        )
+        scheduler = Scheduler(
+            blocks,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            watermark=config.watermark,
+        )
+        with stats.timed("schedule"):
+            for request in self._in_order(requests):
+                needed = blocks.blocks_needed(request)
+                if needed > blocks.num_blocks:
+                    for sample in range(request.params.n):
+                        on_error(request, sample, _too_large(request, needed, blocks))
+                    continue
+                sequence = Sequence(request)
+                if request.params.beam_width > 1:
+                    sequence.beam_group = BeamGroup(sequence)
+                scheduler.add(sequence)
+        stats.blocks.total, stats.blocks.block_size = blocks.num_blocks, config.block_size
+        if config.enable_prefix_caching:
+            stats.prefix.enabled = True
+            stats.prefix.shareable_tokens += blocks.cache.shareable_tokens()
+        with _out_of_memory_is_told(f"a KV pool of {blocks.num_blocks} blocks"):
+            self._runner.allocate_cache(
+                blocks.num_blocks, host_blocks=host_blocks, disk_blocks=disk_blocks, disk_path=config.disk_swap_path
+            )
         try:
-            self._loop(scheduler, blocks, tables, stops, on_finished, on_error, on_step)
+            with scheduler:
+                self._loop(scheduler, blocks, _Callbacks(on_finished, on_error, on_step, on_note), block_map)
+            if config.audit:
+                blocks.audit([])
         finally:
             self._runner.release_cache()  # the next call plans with this memory
+
+    def _tiers_worth_using(self, plan: Plan, on_note: Callable[[str], None]) -> tuple[int, int]:
+        """Return the host and disk blocks to use: those of tiers that give a block back sooner than it is computed again."""
+        config, sizes = self.opened.config, []
+        assert config.block_size
+        recompute_s = config.block_size * self._runner.prefill_s_per_token
+        for tier, num_blocks in ((Tier.HOST, plan.host_blocks), (Tier.DISK, plan.disk_blocks)):
+            if num_blocks:
+                if tier not in self._round_trip_s:
+                    with _out_of_memory_is_told("measuring the swap space"):
+                        self._round_trip_s[tier] = self._runner.round_trip_s(tier, config.disk_swap_path)
+                if self._round_trip_s[tier] >= recompute_s:
+                    on_note(
+                        f"the {tier.name.lower()} swap space is not used: a block takes {self._round_trip_s[tier] * 1e3:.2f} ms "
+                        f"there and back, computing it again {recompute_s * 1e3:.2f} ms"
+                    )
+                    num_blocks = 0
+            sizes.append(num_blocks)
+        self.stats.swap.recompute_s_per_block = recompute_s
+        self.stats.swap.round_trip_s_per_block = {tier.name.lower(): s for tier, s in self._round_trip_s.items()}
+        return sizes[0], sizes[1]
 
     def _loop(
         self,
         scheduler: Scheduler,
         blocks: BlockManager,
-        tables: BlockTableArray,
-        stops: StopChecker,
-        on_finished: Callable[[Sequence], None],
-        on_error: Callable[[Request, int, RowError], None],
-        on_step: Callable[[StepReport], None],
+        callbacks: _Callbacks,
+        block_map: BlockMapWriter | None,
     ) -> None:
         """Step until every row has ended."""
         config, stats = self.opened.config, self.stats
+        tables = BlockTableArray(self._max_num_seqs)
+        stops = StopChecker(self.opened.tokenizer)
         finished = 0
         tokens_left = sum(s.request.max_tokens * s.request.params.n for s in scheduler.waiting)
         start = perf_counter()
@@ -149,37 +215,84 @@ class Engine:
             generated_before = stats.generated_tokens
             with stats.timed("schedule"):
                 step = scheduler.schedule()
+            step = self._make_moves(scheduler, blocks, step, callbacks.on_note)
+            if not step.sequences:
+                continue  # what its rows need could not be moved: they wait again
+            with stats.timed("schedule"):
                 tables.update(scheduler.running)
                 batch = build_batch(step, tables, blocks.block_size)
-            self._runner.copy_blocks(blocks.take_copies())
-            ended = self._run_step(scheduler, step, batch, tables, stops)
-            num_entries = sum(len(s.block_table) for s in scheduler.running)
+            ended = self._run_step(scheduler, blocks, step, batch, tables, stops)
             stats.blocks.record(
                 stats.num_steps,
                 used=blocks.num_used_blocks,
-                slots=_filled_slots(scheduler.running, blocks, num_entries),
-                entries=num_entries,
+                cached=blocks.num_cached_blocks,
+                slots=blocks.filled_slots(scheduler.running),
+                entries=sum(len(s.block_table) for s in scheduler.running),
                 tables=len(scheduler.running),
-                waiting=len(scheduler.waiting),
+                waiting=scheduler.num_waiting,
             )
+            if block_map is not None:
+                block_map.record(stats.num_steps, scheduler.running, blocks)
             stats.num_steps += 1
             tokens_left -= stats.generated_tokens - generated_before
             for sequence in ended:
                 tokens_left -= sequence.request.max_tokens - sequence.num_generated_tokens
-                scheduler.finish(sequence)
                 finished += 1
-                if sequence.finish_reason == "error":
-                    on_error(sequence.request, sequence.sample_index, RowError("nan_logits", _nan_logits(sequence)))
-                else:
-                    on_finished(sequence)
+                following = self._end(scheduler, blocks, sequence, callbacks)
+                tokens_left += following.max_tokens if following is not None else 0
             if config.audit:
                 blocks.audit(scheduler.running)
-            on_step(StepReport(finished, stats.generated_tokens, tokens_left, blocks.num_used_blocks, blocks.num_blocks))
+            callbacks.on_step(
+                StepReport(finished, stats.generated_tokens, tokens_left, blocks.num_used_blocks, blocks.num_blocks)
+            )
         assert blocks.num_used_blocks == 0, f"{blocks.num_used_blocks} blocks leaked"
         stats.generate_s += perf_counter() - start
-        stats.preemptions += scheduler.num_preemptions
-        stats.recomputed_tokens += scheduler.num_recomputed_tokens
+        _count(stats, scheduler, blocks)
         stats.peak_memory_bytes = _peak_bytes(config.device)
+
+    def _make_moves(
+        self, scheduler: Scheduler, blocks: BlockManager, step: ScheduledStep, on_note: Callable[[str], None]
+    ) -> ScheduledStep:
+        """Copy and move blocks as the schedule wants; return the step less rows whose K/V could not be moved.
+
+        A failure costs those rows a recomputation, nothing else. A disk that failed is not used again.
+        """
+        batches = blocks.take_moves()
+        if not batches:
+            return step
+        with self.stats.timed("move"):
+            spoiled, errors = self._runner.move_blocks(batches)
+        if not errors:
+            return step
+        self.stats.swap.failed_moves += len(errors)
+        touches_disk = any(Tier.DISK in (batch.source, batch.destination) for batch in batches)
+        lost = blocks.lose(spoiled, scheduler.running)
+        if touches_disk and any(isinstance(error, OSError) for error in errors):
+            blocks.close_tier(Tier.DISK)
+            on_note(f"the disk swap space failed and is not used any more: {errors[0]}")
+        return step.without(scheduler.recompute(lost))
+
+    def _end(self, scheduler: Scheduler, blocks: BlockManager, sequence: Sequence, callbacks: _Callbacks) -> Request | None:
+        """Hand out what came of a sequence and return its blocks, or go on with the next turn, whose request is returned."""
+        beams = sequence.beam_group is not None  # its beams have left, this is one of their answers
+        if sequence.finish_reason == "error":
+            if not beams:
+                scheduler.finish(sequence)
+            callbacks.on_error(sequence.request, sequence.sample_index, RowError("nan_logits", _nan_logits(sequence)))
+            return None
+        following = callbacks.on_finished(sequence)
+        if beams:
+            assert following is None
+            return None
+        if following is not None and blocks.blocks_needed(following) > blocks.num_blocks:
+            needed = blocks.blocks_needed(following)
+            callbacks.on_error(following, sequence.sample_index, _too_large(following, needed, blocks))
+            following = None
+        if following is None:
+            scheduler.finish(sequence)
+        else:
+            scheduler.next_turn(sequence, following)
+        return following
 
     def _in_order(self, requests: Iterable[Request]) -> list[Request]:
         """Longest expected rows first, so that short ones fill the tail; ties and `--sort none` keep the input order."""
@@ -189,7 +302,13 @@ class Engine:
         return ordered
 
     def _run_step(
-        self, scheduler: Scheduler, step: ScheduledStep, batch: PackedBatch, tables: BlockTableArray, stops: StopChecker
+        self,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        step: ScheduledStep,
+        batch: PackedBatch,
+        tables: BlockTableArray,
+        stops: StopChecker,
     ) -> list[Sequence]:
         """Run one batch and give each sampled row its token; return the rows that ended."""
         stats = self.stats
@@ -201,18 +320,22 @@ class Engine:
         share = step.num_decodes / batch.num_tokens
         stats.add_time("decode", (ran - begin) * share)
         stats.add_time("prefill", (ran - begin) * (1 - share))
-        for sequence, count in zip(step.sequences, step.num_scheduled_tokens, strict=True):
-            sequence.num_computed_tokens += count
+        scheduler.advance(step)
         stats.computed_tokens += batch.num_tokens
         sampled, sources = [], []  # every row's logits serve all samples that are forked from it now
+        beams, beam_sources = [], []
         for place, row in enumerate(batch.sample_rows):
             sequence = step.sequences[row]
+            if sequence.beam_group is not None:
+                beams.append(sequence)
+                beam_sources.append(place)
+                continue
             family = [sequence, *scheduler.fork(sequence)] if sequence.num_pending_samples else [sequence]
             sampled += family
             sources += [place] * len(family)
-        if len(sampled) > len(batch.sample_rows):
+        ended = self._search(scheduler, blocks, stops, logits[beam_sources], beams) if beams else []
+        if sources != list(range(len(batch.sample_rows))):
             logits = logits[sources]
-        ended = []
         if sampled:
             for sequence, token in zip(sampled, self._sampler(logits, sampled), strict=True):
                 if token < 0:
@@ -226,28 +349,73 @@ class Engine:
         stats.add_time("sample", perf_counter() - ran)
         return ended
 
+    def _search(
+        self, scheduler: Scheduler, blocks: BlockManager, stops: StopChecker, logits: torch.Tensor, beams: list[Sequence]
+    ) -> list[Sequence]:
+        """Advance the beam searches whose beams were computed; return the answers of those that ended."""
+        ended: list[Sequence] = []
+        for beam, values, ids in zip(beams, *self._sampler.continuations(logits, beams), strict=True):
+            group = beam.beam_group
+            if group.is_suspended:  # the prompt was computed again; its logits are known to lead to these beams
+                group.resume(scheduler.fork(beam))
+                continue
+            if beam not in group.beams:
+                continue  # the search ended on another beam's broken logits
+            if not len(values):
+                answers = [Sequence(group.request, i) for i in range(group.request.params.n)]
+                for answer in answers:
+                    answer.finish_reason = "error"
+            elif group.offer(beam, values, ids):
+                selection = group.select()
+                if selection is not None:
+                    if len(group.beams) == 1:
+                        group.beams += scheduler.fork(beam)
+                    else:
+                        blocks.reorder(group.beams, selection.parents)
+                    group.extend(selection)
+                    continue
+                answers = stops.beam_answers(group)
+            else:
+                continue
+            for answer in answers:
+                answer.beam_group = group
+                answer.num_cached_tokens = beam.num_cached_tokens
+                self.stats.generated_tokens += answer.num_generated_tokens
+            for member in group.beams:
+                scheduler.finish(member)
+            group.beams = []
+            ended += answers
+        return ended
 
-def _filled_slots(running: list[Sequence], blocks: BlockManager, num_entries: int) -> int:
-    """Return the slots that hold a token, those of shared blocks once; `num_entries`: of all block tables."""
-    if num_entries == blocks.num_used_blocks:  # nothing is shared
-        return sum(s.num_computed_tokens for s in running)
-    filled: dict[int, int] = {}
-    for sequence in running:
-        for i, block_id in enumerate(sequence.block_table):
-            held = min(blocks.block_size, max(0, sequence.num_computed_tokens - i * blocks.block_size))
-            filled[block_id] = max(held, filled.get(block_id, 0))
-    return sum(filled.values())
+
+def _count(stats: RunStats, scheduler: Scheduler, blocks: BlockManager) -> None:
+    """Add up what scheduler and block manager counted."""
+    stats.preemptions += scheduler.num_preemptions
+    stats.recomputed_tokens += scheduler.num_recomputed_tokens
+    stats.kept_tokens += scheduler.reuse.kept_tokens
+    if stats.prefix.enabled:
+        stats.prefix.hit_rows += scheduler.reuse.hit_rows
+        stats.prefix.hit_blocks += scheduler.reuse.hit_blocks
+        stats.prefix.saved_tokens += scheduler.reuse.saved_tokens
+    stats.prefix.evictions += blocks.num_evictions
+    stats.prefix.recovered_tokens += scheduler.reuse.recovered_tokens
+    stats.swap.blocks = {tier.name.lower(): blocks.sizes[tier] for tier in (Tier.HOST, Tier.DISK)}
+    for (source, destination), count in blocks.num_moves.items():
+        stats.swap.moved_blocks[f"{source.name.lower()} to {destination.name.lower()}"] += count
+    stats.blocks.final_used, stats.blocks.final_cached = blocks.num_used_blocks, blocks.num_cached_blocks
 
 
 def _nan_logits(sequence: Sequence) -> str:
     return f"the model's output after {len(sequence.token_ids)} tokens is not a number (NaN or infinite logits)"
 
 
-def _too_large(request: Request, needed: int, num_blocks: int, block_size: int) -> RowError:
+def _too_large(request: Request, needed: int, blocks: BlockManager) -> RowError:
+    beams = f" in {request.params.beam_width} beams" if request.params.beam_width > 1 else ""
+    later = f", up to {request.later_tokens} in later turns" if request.later_tokens else ""
     return RowError(
         "kv_pool_too_small",
-        f"the row needs {needed} blocks of {block_size} tokens ({request.num_prompt_tokens} prompt tokens, up to "
-        f"{request.max_tokens} generated), the pool has {num_blocks}",
+        f"the row needs {needed} blocks of {blocks.block_size} tokens ({request.num_prompt_tokens} prompt tokens, up to "
+        f"{request.max_tokens} generated{beams}{later}), the pool has {blocks.num_blocks}",
     )
 
 

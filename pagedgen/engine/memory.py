@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..config import EngineConfig
+from ..errors import MemoryPlanError, UsageError
 
 _UNLIMITED = 1 << 60  # a v1 cgroup without a limit reports a huge page-aligned number
 
@@ -48,6 +53,28 @@ def cpu_memory(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgr
             total, source = limit, "cgroup limit"
         free = min(free, max(0, limit - used))
     return DeviceMemory(total, free, source)
+
+
+def check_swap_space(config: EngineConfig) -> None:
+    """Refuse a swap space that can't be there.
+
+    Raises:
+        UsageError: the disk's directory can't be used or has too little room; MemoryPlanError: host memory has.
+    """
+    if config.disk_swap_path is not None:
+        try:
+            free = shutil.disk_usage(config.disk_swap_path).free
+            with tempfile.TemporaryFile(dir=config.disk_swap_path):
+                pass
+        except OSError as error:
+            raise UsageError(f"--disk-swap {config.disk_swap_path}: {error.strerror} (errno {error.errno})") from error
+        if free < config.disk_swap_bytes:
+            raise UsageError(
+                f"--disk-swap {config.disk_swap_path}: {config.disk_swap_bytes:,} bytes asked for, {free:,} are free there"
+            )
+    free = cpu_memory().free_bytes
+    if config.swap_space_bytes > free:
+        raise MemoryPlanError(f"--swap-space {config.swap_space_bytes:,} bytes, but host memory has {free:,} free")
 
 
 def _meminfo(path: Path) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from . import memory
 from .batch import BlockTableArray, PackedBatch, build_batch
 from .kv_cache import KVCache
 from .scheduler import ScheduledStep
+from .swap import BlockStore, measured_blocks
+from .tiers import Address, MoveBatch, Tier
 
 # Long enough that the GPU's split decode takes all the room for partial results it ever takes.
 _LONG_CONTEXT = 32_768
@@ -46,10 +49,14 @@ class ModelRunner:
         self._row_buckets = row_buckets
         self._common_buckets: tuple[int, ...] = ()
         self._cache: KVCache | None = None
+        self._store: BlockStore | None = None
+        self.prefill_s_per_token = 0.0  # measured by warm_up
         self._mirror: DeviceBlockTables | None = None
 
-    def allocate_cache(self, num_blocks: int) -> None:
-        """Allocate the KV pool."""
+    def allocate_cache(
+        self, num_blocks: int, *, host_blocks: int = 0, disk_blocks: int = 0, disk_path: str | None = None
+    ) -> None:
+        """Allocate the KV pool and the tiers below it (see `swap.BlockStore`)."""
         spec = self._spec
         self.release_cache()  # the old pool goes before the new one comes
         self._cache = KVCache(
@@ -62,13 +69,29 @@ class ModelRunner:
             device=str(self._device),
             key_transposed=self._backend.KEY_TRANSPOSED,
         )
+        self._store = BlockStore(
+            self._cache.kv, self._backend, host_blocks=host_blocks, disk_blocks=disk_blocks, disk_path=disk_path
+        )
 
-    def copy_blocks(self, batches: list[list[tuple[int, int]]]) -> None:
-        """Make copy-on-write copies of whole blocks, one batch after another."""
-        assert self._cache is not None
-        for pairs in batches:
-            ids = self._to_device(np.array(pairs, dtype=np.int32).T.copy())
-            self._backend.copy_blocks(self._cache.kv, ids[0], ids[1])
+    def move_blocks(self, batches: list[MoveBatch]) -> tuple[set[Address], list[Exception]]:
+        """Make copies and moves of whole blocks; return what was spoiled by failures, see `swap.BlockStore.move`."""
+        assert self._store is not None
+        return self._store.move(batches)
+
+    def round_trip_s(self, tier: Tier, disk_path: str | None = None) -> float:
+        """Measure the seconds a block takes to a tier and back, in a small pool of its own."""
+        count = measured_blocks()
+        self.allocate_cache(
+            count,
+            host_blocks=count if tier == Tier.HOST else 0,
+            disk_blocks=count if tier == Tier.DISK else 0,
+            disk_path=disk_path,
+        )
+        assert self._store is not None
+        try:
+            return self._store.round_trip_s(tier)
+        finally:
+            self.release_cache()
 
     def run(self, batch: PackedBatch, tables: BlockTableArray | None = None) -> torch.Tensor:
         """Run a batch; return the logits (num_sampled, vocab) of `batch.sample_positions`, in the model's dtype.
@@ -116,7 +139,7 @@ class ModelRunner:
 
         A full step of prompts, then a step of decodes (on a GPU at a long context, which needs the most room for partial
         results). `sample` is given each batch's logits, for the sampler's share. Also compiles the kernels and measures the
-        GEMMs' row buckets. The peak is what was taken beyond what is held before and after.
+        GEMMs' row buckets, and the time a prompt token takes. The peak is what was taken beyond what is held before and after.
         """
         rows = min(max_num_seqs, max_num_batched_tokens)
         lengths = [min(len(part), self._max_model_len) for part in np.array_split(np.arange(max_num_batched_tokens), rows)]
@@ -138,7 +161,13 @@ class ModelRunner:
             before = memory.resident_bytes()
             memory.reset_peak()
         for batch in batches:
-            sample(self.run(batch))
+            start = perf_counter()
+            logits = self.run(batch)
+            self.synchronize()
+            if not batch.num_decodes:
+                self.prefill_s_per_token = (perf_counter() - start) / batch.num_tokens
+            sample(logits)
+            del logits  # not held while the next batch runs
         self.synchronize()
         peak = (torch.cuda.max_memory_allocated() if on_gpu else memory.peak_resident_bytes()) - before
         self.release_cache()
@@ -151,7 +180,9 @@ class ModelRunner:
 
     def release_cache(self) -> None:
         """Give the KV pool's memory back."""
-        self._cache = None
+        if self._store is not None:
+            self._store.close()
+        self._store = self._cache = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

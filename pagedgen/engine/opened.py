@@ -12,6 +12,7 @@ from ..model import loader
 from ..model.spec import ModelSpec
 from ..request import Request
 from ..sampling_params import SamplingParams
+from . import memory
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,17 @@ class OpenedModel:
         """Ids below this can be chosen: the embedding may be padded past the last token the tokenizer knows."""
         return min(self.spec.vocab_size, max(self.tokenizer.get_vocab().values(), default=self.spec.vocab_size - 1) + 1)
 
-    def make_request(self, row_index: int, prompt_token_ids: list[int], params: SamplingParams) -> Request:
-        """Return the engine's request for one prompt.
+    def make_request(
+        self,
+        row_index: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        turn_index: int = 0,
+        cache_salt: str = "",
+        later_tokens: int = 0,
+    ) -> Request:
+        """Return the engine's request for one prompt; `later_tokens` is cut to what the context has room for.
 
         Raises:
             RowError: the prompt leaves no room, or the parameters don't fit the model.
@@ -48,15 +58,29 @@ class OpenedModel:
                 "bad_sampling_params",
                 f"stop_token_ids {outside} are outside the vocabulary of {self.spec.vocab_size}",
             )
-        if params.n > (self.config.max_num_seqs or 1):
-            raise RowError("bad_sampling_params", f"n {params.n} is more than --max-num-seqs {self.config.max_num_seqs}")
+        name = "beam_width" if params.beam_width > 1 else "n"
+        if params.num_sequences > (self.config.max_num_seqs or 1):
+            raise RowError(
+                "bad_sampling_params",
+                f"{name} {params.num_sequences} is more than --max-num-seqs {self.config.max_num_seqs}",
+            )
+        eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.spec.eos_token_ids)
+        continuations = params.beam_width * max(2, 1 + len(eos_token_ids | set(params.stop_token_ids)))
+        if params.beam_width > 1 and continuations > self.num_token_ids:
+            raise RowError(
+                "bad_sampling_params", f"beam_width {params.beam_width} is too large for {self.num_token_ids} tokens"
+            )
+        max_tokens = min(params.max_tokens, room)
         return Request(
             row_index=row_index,
             prompt_token_ids=prompt_token_ids,
             params=params,
-            max_tokens=min(params.max_tokens, room),
-            eos_token_ids=frozenset() if params.ignore_eos else frozenset(self.spec.eos_token_ids),
+            max_tokens=max_tokens,
+            eos_token_ids=eos_token_ids,
             seed=self.config.seed if params.seed is None else params.seed,
+            turn_index=turn_index,
+            cache_salt=cache_salt,
+            later_tokens=min(later_tokens, room - max_tokens),
         )
 
 
@@ -89,6 +113,8 @@ def open_model(config: EngineConfig, *, planning: bool = False, chat_template: s
         limited_by=spec.max_model_len_limited_by,
         threads=config.threads or len(os.sched_getaffinity(0)),
     )
+    if not planning:
+        memory.check_swap_space(resolved)
     return OpenedModel(resolved, files, hf_config, tokenizer, spec)
 
 

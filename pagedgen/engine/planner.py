@@ -30,6 +30,8 @@ class Plan:
     device_free_bytes: int
     available_kv_bytes: int
     max_block_num: int
+    host_blocks: int  # of swap space, no more than the job's rows have
+    disk_blocks: int
     num_blocks: int  # to allocate: what fits, but no more than the job can ever use at once (or just what was asked for)
     num_rows: int
     num_row_errors: int  # rows that have no usable prompt
@@ -82,6 +84,8 @@ def plan_job(
     prompt_lens: np.ndarray,
     max_tokens: np.ndarray,
     samples: np.ndarray | None = None,
+    beams: np.ndarray | None = None,
+    later_tokens: np.ndarray | None = None,
     num_row_errors: int = 0,
     num_too_long: int = 0,
     num_empty: int = 0,
@@ -90,11 +94,14 @@ def plan_job(
     activation_peak_bytes: int,
     available_kv_bytes: int,
     num_gpu_blocks_override: int | None = None,
+    swap_space_bytes: int = 0,
+    disk_swap_bytes: int = 0,
 ) -> Plan:
     """Plan a job from its rows' lengths.
 
     prompt_lens, max_tokens: (num_rows,) tokens of each row with a usable prompt, and how many it may generate; samples
-    (num_rows,): how many of each, which share the prompt's full blocks (default: one). Rows that ended before
+    (num_rows,): how many sequences of each, which share the prompt's full blocks (default: one); beams (num_rows,): True where
+    these must run together; later_tokens (num_rows,): what later turns may add. Rows that ended before
     (`num_row_errors`, `num_too_long`, and `num_empty` that ask for no token) are only counted.
 
     Raises:
@@ -110,16 +117,22 @@ def plan_job(
     too_long = prompt_lens >= max_model_len
     # The last generated token is never fed back, so it needs no slot.
     kv_tokens = prompt_lens + np.maximum(np.minimum(max_tokens, max_model_len - prompt_lens) - 1, 0)
-    blocks = -(-kv_tokens // block_size)
+    kv_tokens = kv_tokens + (0 if later_tokens is None else later_tokens)
+    one = -(-kv_tokens // block_size)
+    all_n = np.ones(len(prompt_lens), dtype=np.int64) if samples is None else samples
+    all_shared = np.where(all_n > 1, prompt_lens // block_size, 0)
+    all_needs = all_shared + all_n * (one - all_shared)
+    blocks = one if beams is None else np.where(beams, all_needs, one)
     too_large = ~too_long & (blocks > max_block_num)
     runs = ~too_long & ~too_large
     if max_block_num == 0 or (bool((~too_long).any()) and not runs.any()):
         smallest = int(blocks[~too_long].min()) if (~too_long).any() else 1
         if available_kv_bytes <= 0 and not num_gpu_blocks_override:
             raise MemoryPlanError(
-                f"there is no memory for the KV pool beside weights of {spec.weights_bytes:,} bytes and activations of "
-                f"{activation_peak_bytes:,}: the device has {device_total_bytes:,}, {device_free_bytes:,} of them free; use a "
-                "smaller --max-num-batched-tokens or --max-num-seqs, or a device with more memory"
+                f"there is no memory for the KV pool beside weights of {spec.weights_bytes:,} bytes, activations of "
+                f"{activation_peak_bytes:,} and a swap space of {swap_space_bytes:,}: the device has {device_total_bytes:,}, "
+                f"{device_free_bytes:,} of them free; use a smaller --max-num-batched-tokens, --max-num-seqs or --swap-space, "
+                "or a device with more memory"
             )
         fits = "are allowed by --max-block-num" if num_gpu_blocks_override else f"fit into {max(available_kv_bytes, 0):,} bytes"
         raise MemoryPlanError(
@@ -129,10 +142,7 @@ def plan_job(
             f"activations {activation_peak_bytes:,}); use a smaller --max-tokens, --max-num-batched-tokens or --block-size, "
             "or a device with more memory"
         )
-    n = (np.ones(len(prompt_lens), dtype=np.int64) if samples is None else samples)[runs]
-    lens, single = prompt_lens[runs], blocks[runs]
-    shared = np.where(n > 1, lens // block_size, 0)
-    needs = shared + n * (single - shared)
+    n, lens, needs = all_n[runs], prompt_lens[runs], all_needs[runs]
     prompt_tokens = int(lens.sum())
     padded = padded_tokens(lens, max_num_seqs)
     largest = np.argsort(-needs / np.maximum(n, 1), kind="stable")
@@ -149,6 +159,8 @@ def plan_job(
         device_free_bytes=device_free_bytes,
         available_kv_bytes=available_kv_bytes,
         max_block_num=int(max_block_num),
+        host_blocks=min(swap_space_bytes // bytes_per_block, int(needs.sum())),
+        disk_blocks=min(disk_swap_bytes // bytes_per_block, int(needs.sum())),
         num_blocks=num_gpu_blocks_override or min(int(max_block_num), max(peak, 1)),
         num_rows=len(prompt_lens) + num_row_errors + num_too_long + num_empty,
         num_row_errors=num_row_errors,
@@ -183,6 +195,8 @@ def plan_requests(
         MemoryPlanError: the pool can't hold even the shortest row.
     """
     assert config.block_size and config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+    if config.device == "cpu":  # host memory is the device's own there
+        pending_bytes += config.swap_space_bytes
     available = config.kv_cache_memory_bytes
     if available is None:
         available = available_kv_bytes(
@@ -196,11 +210,15 @@ def plan_requests(
         max_num_batched_tokens=config.max_num_batched_tokens,
         prompt_lens=np.array([r.num_prompt_tokens for r in requests], dtype=np.int64),
         max_tokens=np.array([r.max_tokens for r in requests], dtype=np.int64),
-        samples=np.array([r.params.n for r in requests], dtype=np.int64),
+        samples=np.array([r.params.num_sequences for r in requests], dtype=np.int64),
+        beams=np.array([r.params.beam_width > 1 for r in requests], dtype=bool),
+        later_tokens=np.array([r.later_tokens for r in requests], dtype=np.int64),
         device_total_bytes=device.total_bytes,
         device_free_bytes=device.free_bytes,
         activation_peak_bytes=activation_peak_bytes,
         available_kv_bytes=available,
         num_gpu_blocks_override=config.num_gpu_blocks_override,
+        swap_space_bytes=config.swap_space_bytes,
+        disk_swap_bytes=config.disk_swap_bytes,
         **not_run,
     )

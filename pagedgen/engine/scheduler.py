@@ -1,19 +1,24 @@
 """Which rows compute how many tokens in the next step. Plain Python: no torch, no clock, no randomness.
 
 A row's life: waiting → running (prefill in chunks, then decode) → finished. When blocks run out the youngest running row is
-preempted: its blocks go back and it waits, first in line, to be recomputed.
+preempted: it waits again, and what it had computed is found again as far as nobody else needed the room.
 
-Why nothing can hang: running rows are served oldest first and may take the blocks of every younger one, and no row is
-admitted that the whole pool couldn't hold (`max_kv_tokens`, checked by the planner). So the oldest row gains at least one
-token in every step.
+A row whose prompt begins with blocks that a running row (its *leader*) is just computing waits until they are there, so that no
+common prefix is computed twice. The beams of a row are preempted together and start again from its prompt.
+
+Why nothing can hang: running rows are served oldest first and may take the blocks of every younger one, no row is admitted that
+the whole pool couldn't hold (`BlockManager.blocks_needed`), and a row that waits owns nothing. So the oldest row gains at least
+one token in every step. Followers wait for running rows only, and are let go when their leader ends or is preempted.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import TracebackType
 
-from ..request import Sequence
+from ..request import Request, Sequence
 from .block_manager import BlockManager
 
 
@@ -25,9 +30,33 @@ class ScheduledStep:
     num_scheduled_tokens: list[int] = field(default_factory=list)
     num_decodes: int = 0
 
+    def without(self, sequences: Iterable[Sequence]) -> ScheduledStep:
+        """Return the step less some rows."""
+        gone = {id(s) for s in sequences}
+        kept = [i for i, s in enumerate(self.sequences) if id(s) not in gone]
+        return ScheduledStep(
+            [self.sequences[i] for i in kept],
+            [self.num_scheduled_tokens[i] for i in kept],
+            sum(i < self.num_decodes for i in kept),
+        )
+
+
+@dataclass
+class ReuseCounters:
+    """What rows found computed when they were first admitted; what came of preemption stands apart."""
+
+    hit_rows: int = 0
+    hit_blocks: int = 0
+    saved_tokens: int = 0
+    kept_tokens: int = 0  # of conversations, from one turn to the next
+    recovered_tokens: int = 0  # that preempted rows found again
+
 
 class Scheduler:
-    """Pick each step's rows under a token budget and the pool's free blocks."""
+    """Pick each step's rows under a token budget and the pool's free blocks.
+
+    As a context manager it owns its rows' blocks: on the way out, also by an exception, all of them are returned.
+    """
 
     def __init__(
         self,
@@ -47,19 +76,46 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._watermark_blocks = int(watermark * block_manager.num_blocks)
         self._expected_share = expected_share
-        self.waiting: deque[Sequence] = deque()
+        self._waiting: list[tuple[int, int, Sequence]] = []  # a heap by place in the queue and sample
+        self._num_added = 0
+        self._leaders: dict[bytes, Sequence] = {}  # digest -> the running row that computes its block
+        self._followers: dict[bytes, list[Sequence]] = {}
+        self._num_followers = 0
         self.running: list[Sequence] = []  # oldest admission first
+        self.reuse = ReuseCounters()
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
 
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for sequence in [*self.running, *self.waiting]:
+            self.cancel(sequence)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those already waiting."""
-        assert self._blocks.blocks_for(sequence.request.max_kv_tokens) <= self._blocks.num_blocks
-        self.waiting.append(sequence)
+        assert self._blocks.blocks_needed(sequence.request) <= self._blocks.num_blocks
+        sequence.order = self._num_added
+        self._num_added += 1
+        self._blocks.expect(sequence)
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.order, sequence.sample_index, sequence))
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Return the rows that are not running."""
+        return [s for _, _, s in self._waiting] + [s for group in self._followers.values() for s in group]
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + self._num_followers
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self._waiting or self._num_followers or self.running)
 
     def schedule(self) -> ScheduledStep:
         """Choose the next step's rows and reserve the slots they write."""
@@ -73,12 +129,14 @@ class Scheduler:
         while index < len(self.running):  # preemption shortens the list from its end while we walk it
             sequence = self.running[index]
             index += 1
-            decoding = sequence.num_uncomputed_tokens == 1
-            want = 1 if decoding else min(sequence.num_uncomputed_tokens, prefill_budget)
+            uncomputed = len(sequence.token_ids) - sequence.num_computed_tokens
+            if not uncomputed:
+                continue  # a beam that waits for the others of its row
+            want = 1 if uncomputed == 1 else min(uncomputed, prefill_budget)
             granted = self._reserve_from_younger(sequence, want)
             if granted == 0:
                 continue  # the youngest row waits for a block, keeping what it has
-            if decoding:
+            if uncomputed == 1:
                 decodes.append(sequence)
             else:
                 prefills.append((sequence, granted))
@@ -94,20 +152,73 @@ class Scheduler:
         assert step.sequences or not self.has_unfinished, "no row can progress"
         return step
 
+    def advance(self, step: ScheduledStep) -> None:
+        """Take note that a step was computed; blocks that others wait for can be found from now on."""
+        for sequence, count in zip(step.sequences, step.num_scheduled_tokens, strict=True):
+            start = sequence.num_computed_tokens
+            end = sequence.num_computed_tokens = start + count
+            if sequence.num_seen_tokens > start:
+                self.num_recomputed_tokens += min(end, sequence.num_seen_tokens) - start
+            sequence.num_seen_tokens = max(end, sequence.num_seen_tokens)
+            if sequence.leading:
+                self._blocks.index(sequence)
+                full = end // self._blocks.block_size
+                settled = set(sequence.digests[:full])
+                self._stop_leading(sequence, [d for d in sequence.leading if d in settled])
+
     def finish(self, sequence: Sequence) -> None:
         """Take a finished sequence out and return its blocks at once."""
+        self._stop_leading(sequence, sequence.leading)
         self._blocks.release(sequence)
         self.running.remove(sequence)
 
+    def cancel(self, sequence: Sequence) -> None:
+        """Take a sequence out, running or waiting, finished or not; it is not answered."""
+        if sequence in self.running:
+            self.finish(sequence)
+            return
+        self._blocks.forget(sequence)
+        self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
+        heapq.heapify(self._waiting)
+        for group in self._followers.values():
+            if sequence in group:
+                group.remove(sequence)
+                self._num_followers -= 1
+
     def fork(self, parent: Sequence) -> list[Sequence]:
-        """Start the other samples of a row whose prompt was just computed; they share its blocks and stand behind it."""
+        """Start the other samples or beams of a row whose prompt was just computed; they share its blocks and stand behind it."""
         children = [Sequence(parent.request, i) for i in range(1, parent.num_pending_samples + 1)]
         parent.num_pending_samples = 0
         for child in children:
             self._blocks.fork(parent, child)
+            child.order = parent.order
+            child.num_cached_tokens = parent.num_cached_tokens
+            child.beam_group = parent.beam_group
         place = self.running.index(parent) + 1
         self.running[place:place] = children
         return children
+
+    def next_turn(self, sequence: Sequence, request: Request) -> Sequence:
+        """Go on with a conversation: the next turn takes a finished one's place and the blocks of their common beginning."""
+        successor = Sequence(request, sequence.sample_index)
+        successor.num_pending_samples = 0
+        successor.order = sequence.order
+        kept = min(_common_prefix(sequence, successor), successor.num_prompt_tokens - 1)
+        self._stop_leading(sequence, sequence.leading)
+        self._blocks.hand_over(sequence, successor, kept)
+        successor.num_cached_tokens = successor.num_seen_tokens = kept
+        self.reuse.kept_tokens += kept
+        self.running[self.running.index(sequence)] = successor
+        return successor
+
+    def recompute(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Send rows whose K/V was lost back to the queue; return all that left, their fellow beams included."""
+        gone: list[Sequence] = []
+        for sequence in sequences:
+            if sequence in self.running:
+                sequence.num_computed_tokens = 0  # nothing of it is to be found again
+                gone += self._preempt(sequence)
+        return gone
 
     def _reserve_from_younger(self, sequence: Sequence, want: int) -> int:
         """Reserve slots for up to `want` more tokens, preempting younger rows if need be; return how many fit."""
@@ -115,53 +226,117 @@ class Scheduler:
             return 0
         start = sequence.num_computed_tokens
         while not self._blocks.reserve(sequence, start + want):
-            if self.running[-1] is not sequence:
-                self._preempt(self.running[-1])
+            youngest = self.running[-1]
+            if youngest is not sequence and not (sequence.beam_group and youngest.beam_group is sequence.beam_group):
+                self._preempt(youngest)
                 continue
-            free = self._blocks.num_free_blocks - self._blocks.copies_needed(sequence, start + want)
-            room = (len(sequence.block_table) + free) * self._blocks.block_size - start
-            if free < 0 or room <= 0:
+            left = self._blocks.num_available_blocks - self._blocks.copies_needed(sequence, start + want)
+            room = (len(sequence.block_table) + left) * self._blocks.block_size - start
+            if left < 0 or room <= 0:
                 return 0
             want = min(want, room)
         return want
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Give a running row's blocks back; it waits first in line and is recomputed from its first token."""
+    def _preempt(self, sequence: Sequence) -> list[Sequence]:
+        """Take a running row's blocks and queue it again; return the sequences that left: it, or all beams of its row."""
+        left = [sequence]
+        if sequence.beam_group is not None:
+            left = list(sequence.beam_group.beams)
+            sequence = sequence.beam_group.suspend()
+            self._blocks.trim(sequence, sequence.num_computed_tokens)
+            for beam in left:
+                if beam is not sequence:
+                    self._blocks.release(beam)
+                    self.running.remove(beam)
         self.num_preemptions += 1
-        self.num_recomputed_tokens += sequence.num_computed_tokens
         sequence.num_preemptions += 1
+        self._blocks.preempt(sequence)
         sequence.num_computed_tokens = 0
-        self._blocks.release(sequence)
+        self._stop_leading(sequence, sequence.leading)
         self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
+        self._queue(sequence)
+        return left
 
     def _admit(self, prefills: list[tuple[Sequence, int]], prefill_budget: int) -> None:
         """Start waiting rows in order while they and the running rows are expected to fit together.
 
         Admitting by the tokens a row has now fills the pool with rows that must evict each other as they grow; admitting by
         the most it may get leaves the pool half empty. So a row is expected to get a share (`expected_share`) of the tokens it
-        may still get; recipes/benchmarks/admission.py measures shares.
+        may still get; recipes/benchmarks/admission.py measures shares. Rows that wait for a leader let others pass.
         """
-        if not self.waiting:
+        if not self._waiting:
             return
         num_seqs = sum(1 + s.num_pending_samples for s in self.running)
         growth = sum(self._expected_blocks(s) - len(s.block_table) for s in self.running)
-        while self.waiting and prefill_budget > 0:
-            sequence = self.waiting[0]
+        size = self._blocks.block_size
+        while self._waiting and prefill_budget > 0:
+            sequence = self._waiting[0][2]
             if num_seqs + 1 + sequence.num_pending_samples > self._max_num_seqs:
                 return
-            needed = self._expected_blocks(sequence)
-            if self.running and needed + growth + self._watermark_blocks > self._blocks.num_free_blocks:
+            hits = self._blocks.match(sequence)
+            if self._follow(sequence, len(hits)):
+                continue
+            needed = self._blocks.blocks_to_take(hits, max(self._expected_blocks(sequence), len(hits)))
+            if self.running and needed + growth + self._watermark_blocks > self._blocks.num_available_blocks:
                 return
-            self.waiting.popleft()
-            chunk = min(sequence.num_uncomputed_tokens, prefill_budget)
-            reserved = self._blocks.reserve(sequence, chunk)
-            assert reserved
-            growth += needed - len(sequence.block_table)
+            known = len(hits) * size
+            chunk = min(len(sequence.token_ids) - known, prefill_budget)
+            if not self._blocks.admit(sequence, hits, known + chunk):
+                assert self.running, "a row that fits the pool has no room in an empty one"
+                return
+            heapq.heappop(self._waiting)
+            self._count_hits(sequence, len(hits))
+            self._lead(sequence)
+            growth += max(0, self._expected_blocks(sequence) - len(sequence.block_table))
             num_seqs += 1 + sequence.num_pending_samples
             self.running.append(sequence)
             prefills.append((sequence, chunk))
             prefill_budget -= chunk
+
+    def _count_hits(self, sequence: Sequence, num_hits: int) -> None:
+        tokens = sequence.num_computed_tokens
+        if sequence.num_seen_tokens:  # it ran before: what it finds is its own
+            self.reuse.recovered_tokens += tokens
+            return
+        sequence.num_cached_tokens = sequence.num_seen_tokens = tokens
+        self.reuse.hit_rows += num_hits > 0
+        self.reuse.hit_blocks += num_hits
+        self.reuse.saved_tokens += tokens
+
+    # Leaders and followers
+
+    def _lead(self, sequence: Sequence) -> None:
+        """Note the blocks a row is going to compute that waiting rows will look for."""
+        if not self._blocks.cache.any_users:
+            return
+        first = sequence.num_computed_tokens // self._blocks.block_size
+        for digest in sequence.digests[first:]:
+            if self._blocks.cache.users(digest) and digest not in self._leaders:
+                self._leaders[digest] = sequence
+                sequence.leading.append(digest)
+
+    def _follow(self, sequence: Sequence, num_hits: int) -> bool:
+        """Let the first row of the queue wait for its leader, if it has one; it will ask again when its blocks are there."""
+        awaited = None
+        for digest in sequence.digests[num_hits : (len(sequence.token_ids) - 1) // self._blocks.block_size]:
+            if digest not in self._leaders:
+                break
+            awaited = digest  # the last of those being computed: one wait is enough
+        if awaited is None:
+            return False
+        heapq.heappop(self._waiting)
+        self._followers.setdefault(awaited, []).append(sequence)
+        self._num_followers += 1
+        return True
+
+    def _stop_leading(self, sequence: Sequence, digests: list[bytes]) -> None:
+        """Let go who waits for some of the blocks of a row: they are there, or never will be."""
+        for digest in list(digests):
+            sequence.leading.remove(digest)
+            del self._leaders[digest]
+            for follower in self._followers.pop(digest, ()):
+                self._num_followers -= 1
+                self._queue(follower)
 
     def _expected_blocks(self, sequence: Sequence) -> int:
         """Return the blocks a row is expected to need in the end, those of samples not yet forked included."""
@@ -173,3 +348,13 @@ class Scheduler:
         """Return the tokens a row is expected to hold in the end."""
         remaining = sequence.request.max_tokens - sequence.num_generated_tokens
         return len(sequence.token_ids) + int(max(0, remaining - 1) * self._expected_share)
+
+
+def _common_prefix(before: Sequence, after: Sequence) -> int:
+    """Return how many of a sequence's computed tokens another one begins with."""
+    common = 0
+    for old, new in zip(before.token_ids[: before.num_computed_tokens], after.token_ids, strict=False):
+        if old != new:
+            break
+        common += 1
+    return common

@@ -9,24 +9,30 @@ from typing import Any
 from ..errors import InputError, RowError, UsageError
 
 MESSAGES_COLUMN = "messages"
+TURNS_COLUMN = "turns"
 # In this order; the first that a row has is its prompt.
 PROMPT_COLUMNS = ("prompt", "text", "question")
 TOKEN_IDS_COLUMN = "prompt_token_ids"
+_COLUMNS = (MESSAGES_COLUMN, TURNS_COLUMN, *PROMPT_COLUMNS, TOKEN_IDS_COLUMN)
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """What to tokenize. Exactly one of `text` and `token_ids` is set; a chat's template already wrote its special tokens."""
+    """What to tokenize. Exactly one of `text` and `token_ids` is set; a chat's template already wrote its special tokens.
+
+    `turns`: what the user says in a conversation of several turns; the text is then the first one's.
+    """
 
     text: str | None = None
     token_ids: list[int] | None = None
     from_template: bool = False
+    turns: tuple[str, ...] = ()
 
 
 class PromptRenderer:
     """Find a row's prompt and render it.
 
-    Without named columns a row's prompt is its `messages`, else `prompt`, `text`, `question`, else `prompt_token_ids`.
+    Without named columns a row's prompt is its `messages`, else `turns`, `prompt`, `text`, `question`, else `prompt_token_ids`.
     """
 
     def __init__(self, tokenizer: Any, *, prompt_column: str | None = None, messages_column: str | None = None):
@@ -51,12 +57,12 @@ class PromptRenderer:
         if self._prompt_column or self._messages_column:
             chat = self._messages_column is not None
         else:
-            candidates = (MESSAGES_COLUMN, *PROMPT_COLUMNS, TOKEN_IDS_COLUMN)
+            candidates = _COLUMNS
             if not any(c in names for c in candidates):
                 raise InputError(
                     f"no prompt column: looked for {', '.join(candidates)}, found {found}; name one with --prompt-column"
                 )
-            chat = MESSAGES_COLUMN in names
+            chat = MESSAGES_COLUMN in names or TURNS_COLUMN in names
         if chat and not getattr(self._tokenizer, "chat_template", None):
             raise InputError(
                 "the rows hold messages, but the model's tokenizer has no chat template; pass one with --chat-template FILE"
@@ -71,7 +77,10 @@ class PromptRenderer:
         column = self._column(values)
         value = values[column]
         if column == self._messages_column or (column == MESSAGES_COLUMN and self._prompt_column is None):
-            return Rendered(text=self._render_chat(value), from_template=True)
+            return Rendered(text=self.render_chat(value), from_template=True)
+        if column == TURNS_COLUMN and self._prompt_column is None:
+            turns = _turns(value)
+            return Rendered(text=self.render_chat([user_message(turns[0])]), from_template=True, turns=turns)
         if value is None:
             raise RowError("null_prompt", f"column {column} is null")
         if column == TOKEN_IDS_COLUMN:
@@ -86,16 +95,20 @@ class PromptRenderer:
             if named not in values:
                 raise RowError("missing_prompt", f"the row has no column {named}")
             return named
-        present = [c for c in (MESSAGES_COLUMN, *PROMPT_COLUMNS, TOKEN_IDS_COLUMN) if c in values]
+        present = [c for c in _COLUMNS if c in values]
         if present:  # in Parquet every row has every column, most of them null
             return next((c for c in present if values[c] is not None), present[0])
         raise RowError(
             "missing_prompt",
-            f"the row has none of the columns {MESSAGES_COLUMN}, {', '.join(PROMPT_COLUMNS)}, {TOKEN_IDS_COLUMN}",
+            f"the row has none of the columns {', '.join(_COLUMNS)}",
         )
 
-    def _render_chat(self, value: Any) -> str:
-        """Render messages by the tokenizer's template. A last message of the assistant is continued, not answered."""
+    def render_chat(self, value: Any) -> str:
+        """Render messages by the tokenizer's template. A last message of the assistant is continued, not answered.
+
+        Raises:
+            RowError: they are no messages, or the template refuses them.
+        """
         messages = normalize_messages(value)
         continued = messages[-1]["role"] == "assistant"
         try:
@@ -130,6 +143,20 @@ def normalize_messages(value: Any) -> list[dict[str, Any]]:
             kept["content"] = _join_parts(kept["content"], place)
         messages.append(kept)
     return messages
+
+
+def user_message(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def _turns(value: Any) -> tuple[str, ...]:
+    if value is None:
+        raise RowError("null_prompt", "turns are null")
+    if not isinstance(value, (list, tuple)) or any(not isinstance(turn, str) for turn in value):
+        raise RowError("not_text", "turns are not a list of texts")
+    if not value:
+        raise RowError("no_messages", "the list of turns is empty")
+    return tuple(value)
 
 
 def _join_parts(content: Any, place: int) -> str:

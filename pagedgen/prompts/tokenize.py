@@ -43,6 +43,10 @@ class PromptTokenizer:
                 results[place] = ids if isinstance(ids, RowError) else self._checked(ids)
         return results
 
+    def decodes_to(self, token_ids: list[int], text: str) -> bool:
+        """Return True when ids stand for a text, special tokens included."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+
     def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int] | RowError]:
         if not texts:
             return []

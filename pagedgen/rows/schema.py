@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Ours in order; the input's columns stand between the two groups.
-HEAD_COLUMNS = ("id", "row_index", "sample_index")
+HEAD_COLUMNS = ("id", "row_index", "sample_index", "turn_index")
 TAIL_COLUMNS = (
     "response",
     "token_ids",
@@ -20,6 +20,7 @@ TAIL_COLUMNS = (
     "num_prompt_tokens",
     "num_cached_tokens",
     "num_generated_tokens",
+    "score",
     "seed",
     "error_code",
     "error",
@@ -34,12 +35,15 @@ class Result:
     row_id: Any
     values: dict[str, Any]
     sample_index: int = 0
+    turn_index: int = 0
     response: str | None = None
     token_ids: list[int] | None = None
     finish_reason: str = "error"
     stop_reason: int | str | None = None
     num_prompt_tokens: int | None = None
+    num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    score: float | None = None
     seed: int | None = None
     error_code: str | None = None
     error: str | None = None
@@ -72,7 +76,12 @@ class OutputSchema:
 
     def to_dict(self, result: Result) -> dict[str, Any]:
         """Return one output row with every column present."""
-        row: dict[str, Any] = {"id": result.row_id, "row_index": result.row_index, "sample_index": result.sample_index}
+        row: dict[str, Any] = {
+            "id": result.row_id,
+            "row_index": result.row_index,
+            "sample_index": result.sample_index,
+            "turn_index": result.turn_index,
+        }
         for column in self.input_columns:
             row[self.names[column]] = result.values.get(column)
         row["response"] = result.response
@@ -81,8 +90,9 @@ class OutputSchema:
         row["finish_reason"] = result.finish_reason
         row["stop_reason"] = None if result.stop_reason is None else str(result.stop_reason)
         row["num_prompt_tokens"] = result.num_prompt_tokens
-        row["num_cached_tokens"] = 0
+        row["num_cached_tokens"] = result.num_cached_tokens
         row["num_generated_tokens"] = result.num_generated_tokens
+        row["score"] = result.score
         row["seed"] = result.seed
         row["error_code"] = result.error_code
         row["error"] = result.error
@@ -99,7 +109,8 @@ class OutputSchema:
         import pyarrow as pa
 
         types: dict[str, Any] = dict.fromkeys(HEAD_COLUMNS + TAIL_COLUMNS, pa.string())
-        types |= {"row_index": pa.int64(), "sample_index": pa.int32(), "token_ids": pa.list_(pa.int32()), "seed": pa.uint64()}
+        types |= {"row_index": pa.int64(), "sample_index": pa.int32(), "turn_index": pa.int32()}
+        types |= {"token_ids": pa.list_(pa.int32()), "score": pa.float64(), "seed": pa.uint64()}
         types |= dict.fromkeys(("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens"), pa.int64())
         types["id"] = input_types.get(id_column) if id_column else pa.int64()
         types |= {name: input_types.get(column) for column, name in self.names.items()}

@@ -13,6 +13,8 @@ from .philox import uniforms
 _NUCLEUS_GUESS = 1024
 # Random rows drawn together; bounds the sampler's work space (about 48 bytes a logit).
 ROWS_AT_ONCE = 32
+# A draw's sample number holds the turn as well; there are fewer samples than this many bits count (`--max-num-seqs`).
+TURN_SHIFT = 16
 
 
 class Sampler:
@@ -39,6 +41,27 @@ class Sampler:
                 tokens[i] = token
         return tokens
 
+    def continuations(self, logits: torch.Tensor, beams: list[Sequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return each beam's best next tokens: log-probabilities in fp32, best first, and ids; none where they are no numbers.
+
+        logits (S, vocab). Probabilities are over the whole vocabulary; only ids a text has are continued with.
+        """
+        values: list[np.ndarray] = []
+        ids: list[np.ndarray] = []
+        for start in range(0, len(beams), ROWS_AT_ONCE):
+            group = beams[start : start + ROWS_AT_ONCE]
+            log_probs = torch.log_softmax(logits[start : start + len(group)].float(), dim=-1)[:, : self._num_token_ids]
+            held_back = [i for i, s in enumerate(group) if s.num_generated_tokens < s.request.params.min_tokens]
+            if held_back:
+                log_probs = self._without_ends(log_probs, group, held_back)
+            most = max(s.beam_group.num_candidates for s in group)
+            best = log_probs.topk(min(most, log_probs.shape[1]), dim=-1)
+            for sequence, row, row_ids in zip(group, best.values.cpu().numpy(), best.indices.cpu().numpy(), strict=True):
+                count = sequence.beam_group.num_candidates if np.isfinite(row[0]) else 0
+                values.append(row[:count])
+                ids.append(row_ids[:count])
+        return values, ids
+
     def _without_ends(self, logits: torch.Tensor, sequences: list[Sequence], rows: list[int]) -> torch.Tensor:
         """Exclude the tokens that would end a row before its min_tokens."""
         logits = logits.clone()
@@ -53,7 +76,7 @@ class Sampler:
         u = uniforms(
             np.array([s.request.seed for s in sequences], dtype=np.uint64),
             np.array([s.request.row_index for s in sequences]),
-            np.array([s.sample_index for s in sequences]),
+            np.array([s.sample_index + (s.request.turn_index << TURN_SHIFT) for s in sequences]),
             np.array([s.num_generated_tokens for s in sequences]),
         )
         params = [s.request.params for s in sequences]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..request import Sequence
+from .beam import BeamGroup
 from .detokenize import IncrementalDetokenizer, decode
 
 
@@ -52,6 +53,20 @@ class StopChecker:
         if last:
             return self._finish(sequence, "length", None)
         return False
+
+    def beam_answers(self, group: BeamGroup) -> list[Sequence]:
+        """Return a finished search's best beams, as many as were asked for, as sequences that have ended."""
+        answers = []
+        for rank, hypothesis in enumerate(group.finished[: group.request.params.n]):
+            answer = Sequence(group.request, rank)
+            answer.token_ids += hypothesis.token_ids
+            answer.score = hypothesis.score
+            last = hypothesis.token_ids[-1]
+            ends = last in group.ending_token_ids
+            stop_reason = last if ends and last not in group.request.eos_token_ids else None
+            self._finish(answer, "stop" if ends else "length", stop_reason)
+            answers.append(answer)
+        return answers
 
     def _stop_string_ends(self, sequence: Sequence, *, certain: bool) -> bool:
         """Return True when a stop string ends the row. `certain` looks even where the running search saw nothing: text that

@@ -29,15 +29,15 @@ def simulate(share: float, ends_early: bool) -> dict:
     params = SamplingParams(max_tokens=MAX_TOKENS)
     lengths = rng.integers(1, MAX_TOKENS + 1, NUM_ROWS) if ends_early else np.full(NUM_ROWS, MAX_TOKENS)
     for row in range(NUM_ROWS):
-        scheduler.add(Sequence(Request(row, [0] * PROMPT_LEN, params, MAX_TOKENS, frozenset(), 0)))
+        scheduler.add(Sequence(Request(row, [row] * PROMPT_LEN, params, MAX_TOKENS, frozenset(), 0)))
     used, steps = [], 0
     while scheduler.has_unfinished:
         step = scheduler.schedule()
         steps += 1
-        if scheduler.waiting:
+        if scheduler.num_waiting:
             used.append(blocks.num_used_blocks / NUM_BLOCKS)
-        for sequence, count in zip(step.sequences, step.num_scheduled_tokens, strict=True):
-            sequence.num_computed_tokens += count
+        scheduler.advance(step)
+        for sequence in step.sequences:
             if sequence.num_uncomputed_tokens == 0:
                 sequence.token_ids.append(0)
                 if sequence.num_generated_tokens == lengths[sequence.request.row_index]:

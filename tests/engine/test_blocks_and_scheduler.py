@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pagedgen.engine.batch import BlockTableArray, build_batch
 from pagedgen.engine.block_manager import BlockManager
 from pagedgen.engine.scheduler import ScheduledStep, Scheduler
+from pagedgen.engine.tiers import Tier
 from pagedgen.request import Request, Sequence
 from pagedgen.sampling_params import SamplingParams
 
@@ -21,6 +22,11 @@ EXAMPLES = 2000 if os.environ.get("PAGEDGEN_PROFILE") == "nightly" else 150
 def sequence(row, prompt_len, max_tokens, n=1):
     params = SamplingParams(max_tokens=max_tokens, n=n, temperature=1.0)
     return Sequence(Request(row, list(range(1000 * row, 1000 * row + prompt_len)), params, max_tokens, frozenset(), 0))
+
+
+def pairs(blocks):
+    """The block copies that are due, batch by batch."""
+    return [batch.pairs for batch in blocks.take_moves()]
 
 
 def test_reserve_is_all_or_nothing_and_release_returns_everything():
@@ -46,7 +52,8 @@ def test_a_full_last_block_holds_block_size_tokens(length):
     row = sequence(0, length, 1)
     assert blocks.reserve(row, length)
     assert len(row.block_table) == (length + 3) // 4
-    assert (blocks.blocks_missing(row, length + 1) == 1) == (length % 4 == 0)
+    assert blocks.reserve(row, length + 1)
+    assert len(row.block_table) == (length + 4) // 4
 
 
 def test_a_fork_shares_until_somebody_writes():
@@ -62,10 +69,10 @@ def test_a_fork_shares_until_somebody_writes():
     assert blocks.reserve(parent, 7)
     assert parent.block_table[0] == first
     assert parent.block_table[1] != last
-    assert blocks.take_copies() == [[(last, parent.block_table[1])]]
+    assert pairs(blocks) == [[(last, parent.block_table[1])]]
     assert blocks.reserve(fork, 7)
     assert fork.block_table == [first, last]
-    assert blocks.take_copies() == []
+    assert blocks.take_moves() == []
     blocks.audit([parent, fork])
     blocks.release(parent)  # the parent may end first
     blocks.audit([fork])
@@ -82,7 +89,7 @@ def test_a_full_last_block_is_never_copied():
     blocks.fork(parent, fork)
     assert blocks.reserve(parent, 9)
     assert blocks.reserve(fork, 9)
-    assert blocks.take_copies() == []
+    assert blocks.take_moves() == []
     assert blocks.num_used_blocks == 4
 
 
@@ -98,21 +105,7 @@ def test_a_copy_needs_a_free_block():
     blocks.release(fork)
     assert blocks.reserve(parent, 7)
     assert parent.block_table == table
-    assert blocks.take_copies() == []
-
-
-def test_copies_are_batched_so_that_none_reads_what_another_writes():
-    blocks = BlockManager(4, 4)
-    blocks._copies = [(0, 1), (2, 3), (1, 2), (0, 3), (0, 1)]
-    batches = blocks.take_copies()
-    pool = ["a", "b", "c", "d"]
-    for batch in batches:
-        assert not {s for s, _ in batch} & {d for _, d in batch}
-        values = [pool[s] for s, _ in batch]
-        for (_, d), value in zip(batch, values, strict=True):
-            pool[d] = value
-    assert pool == ["a", "a", "a", "a"]
-    assert [pair for batch in batches for pair in batch] == [(0, 1), (2, 3), (1, 2), (0, 3), (0, 1)]
+    assert blocks.take_moves() == []
 
 
 def test_warm_blocks_are_used_again_first():
@@ -133,7 +126,7 @@ def test_audit_finds_damage(damage):
     if damage == "leak":
         row.block_table.pop()
     elif damage == "double":
-        blocks._free.append(row.block_table[0])
+        blocks._free[Tier.DEVICE].append(row.block_table[0])
     else:
         blocks._ref_counts[row.block_table[0]] += 1
     with pytest.raises(AssertionError, match="block"):
@@ -181,14 +174,11 @@ def test_every_row_ends_whatever_the_pool(rows, block_size, spare_blocks, max_nu
         assert oldest in step.sequences, "the oldest row must progress in every step"
         oldest_progress[step_number] = oldest.request.row_index
         by_block = pool.reshape(-1, block_size)
-        for pairs in blocks.take_copies():
-            sources, destinations = (list(ids) for ids in zip(*pairs, strict=True))
-            assert not set(sources) & set(destinations)
-            assert len(set(destinations)) == len(destinations)
+        for batch_of_moves in blocks.take_moves():
+            sources, destinations = (list(ids) for ids in zip(*batch_of_moves.pairs, strict=True))
             by_block[destinations] = by_block[sources]
         pool[batch.slot_mapping] = batch.input_ids
-        for s, count in zip(step.sequences, step.num_scheduled_tokens, strict=True):
-            s.num_computed_tokens += count
+        scheduler.advance(step)
         blocks.audit(scheduler.running)
         for s in scheduler.running:
             slots = [b * block_size + o for b in s.block_table for o in range(block_size)][: s.num_computed_tokens]
@@ -216,8 +206,8 @@ def test_oldest_row_keeps_its_blocks_under_pressure():
         scheduler.add(row)
     while scheduler.has_unfinished:
         step = scheduler.schedule()
-        for s, n in zip(step.sequences, step.num_scheduled_tokens, strict=True):
-            s.num_computed_tokens += n
+        scheduler.advance(step)
+        for s in step.sequences:
             if s.num_uncomputed_tokens == 0:
                 s.token_ids.append(0)
                 if s.num_generated_tokens == 9:
@@ -286,10 +276,10 @@ def test_admission_does_not_thrash(num_blocks, length, max_tokens):
     used = []
     while scheduler.has_unfinished:
         step = scheduler.schedule()
-        if scheduler.waiting:
+        if scheduler.num_waiting:
             used.append(blocks.num_used_blocks / num_blocks)
-        for s, count in zip(step.sequences, step.num_scheduled_tokens, strict=True):
-            s.num_computed_tokens += count
+        scheduler.advance(step)
+        for s in step.sequences:
             if s.num_uncomputed_tokens == 0:
                 s.token_ids.append(0)
                 if s.num_generated_tokens == max_tokens:

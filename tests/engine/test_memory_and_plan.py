@@ -156,7 +156,9 @@ def test_settings_resolve_to_something_complete():
         device="cpu", dtype="float32", max_model_len=64, limited_by="its positions", threads=2
     )
     assert None not in [
-        v for k, v in got.to_dict().items() if k not in ("revision", "kv_cache_memory_bytes", "num_gpu_blocks_override")
+        v
+        for k, v in got.to_dict().items()
+        if k not in ("revision", "kv_cache_memory_bytes", "num_gpu_blocks_override", "disk_swap_path")
     ]
     assert (got.backend, got.block_size, got.max_model_len) == ("cpu", 32, 64)
     on_gpu = EngineConfig(model="m").resolve(

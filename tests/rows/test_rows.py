@@ -89,7 +89,7 @@ def test_every_row_has_every_column_in_one_order():
     good = schema.to_dict(result(0, {"prompt": "p", "response": "theirs"}))
     bad = schema.to_dict(Result(1, None, {}, error_code="bad_json", error="x"))
     assert list(good) == list(bad)
-    assert list(good)[:3] == list(HEAD_COLUMNS)
+    assert list(good)[:4] == list(HEAD_COLUMNS)
     assert list(good)[-len(TAIL_COLUMNS) :] == list(TAIL_COLUMNS)
     assert good["response"] == "r"
     assert len(good) == len(HEAD_COLUMNS) + 4 + len(TAIL_COLUMNS)

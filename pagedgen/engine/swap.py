@@ -1,0 +1,146 @@
+"""The bytes of the host and disk tiers, and moving blocks between tiers. Knows no rows and makes no decisions.
+
+A block is one contiguous region for all layers, so each move is one copy of `bytes_per_block` bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from statistics import median
+from time import perf_counter
+from typing import IO
+
+import numpy as np
+import torch
+
+from ..kernels.api import Backend
+from .tiers import Address, MoveBatch, Tier
+
+_MEASURED_BLOCKS, _MEASURED_TIMES = 16, 3
+
+
+class BlockStore:
+    """The device pool and what lies below it."""
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        backend: Backend,
+        *,
+        host_blocks: int = 0,
+        disk_blocks: int = 0,
+        disk_path: str | None = None,
+    ):
+        """kv: the pool (num_blocks, ...), contiguous. The disk tier is an unnamed file in the directory `disk_path`: it is gone
+        when the process is, however that ends.
+
+        Raises:
+            OSError: the file can't be made.
+        """
+        self._kv = kv
+        self._backend = backend
+        self._pinned = kv.device.type == "cuda"
+        self._host = torch.empty((host_blocks, *kv.shape[1:]), dtype=kv.dtype, pin_memory=self._pinned and host_blocks > 0)
+        self._bytes_per_block = kv[0].numel() * kv.element_size()
+        self._file: IO[bytes] | None = None
+        if disk_blocks:
+            self._file = tempfile.TemporaryFile(dir=disk_path, buffering=0)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def move(self, batches: list[MoveBatch]) -> tuple[set[Address], list[Exception]]:
+        """Make moves, one batch after another; return the addresses whose content is not what it should be, and why.
+
+        A batch that fails spoils its destinations, and so does what would be read from a spoiled address.
+        """
+        spoiled: set[Address] = set()
+        errors: list[Exception] = []
+        for batch in batches:
+            pairs = []
+            for source, destination in batch.pairs:
+                if Address(batch.source, source) in spoiled:
+                    spoiled.add(Address(batch.destination, destination))
+                else:
+                    pairs.append((source, destination))
+            try:
+                if pairs:
+                    self._move_batch(batch.source, batch.destination, pairs)
+            except (OSError, RuntimeError, MemoryError) as error:
+                errors.append(error)
+                spoiled.update(Address(batch.destination, d) for _, d in pairs)
+            else:
+                spoiled.difference_update(Address(batch.destination, d) for _, d in pairs)
+        return spoiled, errors
+
+    def _move_batch(self, source: Tier, destination: Tier, pairs: list[tuple[int, int]]) -> None:
+        ids = torch.tensor(pairs, dtype=torch.int64).T.contiguous()
+        if source == destination == Tier.DEVICE:
+            ids = ids.to(self._kv.device, dtype=torch.int32)
+            self._backend.copy_blocks(self._kv, ids[0], ids[1])
+            return
+        data = self._read(source, ids[0])
+        self._write(destination, ids[1], data)
+
+    def _read(self, tier: Tier, ids: torch.Tensor) -> torch.Tensor:
+        """Return blocks (N, ...) in host memory."""
+        if tier == Tier.DEVICE:
+            return self._kv.index_select(0, ids.to(self._kv.device)).cpu()
+        if tier == Tier.HOST:
+            return self._host.index_select(0, ids)
+        assert self._file is not None
+        data = torch.empty((len(ids), *self._kv.shape[1:]), dtype=self._kv.dtype)
+        rows = _as_bytes(data)
+        for row, block_id in zip(rows, ids.tolist(), strict=True):
+            view, at = memoryview(row), block_id * self._bytes_per_block
+            while len(view):
+                count = os.preadv(self._file.fileno(), [view], at)
+                if count == 0:
+                    raise OSError("the disk tier's file ends early")
+                view, at = view[count:], at + count
+        return data
+
+    def _write(self, tier: Tier, ids: torch.Tensor, data: torch.Tensor) -> None:
+        if tier == Tier.DEVICE:
+            self._kv.index_copy_(0, ids.to(self._kv.device), data.to(self._kv.device))
+        elif tier == Tier.HOST:
+            self._host.index_copy_(0, ids, data)
+        else:
+            assert self._file is not None
+            for row, block_id in zip(_as_bytes(data), ids.tolist(), strict=True):
+                view, at = memoryview(row), block_id * self._bytes_per_block
+                while len(view):
+                    count = os.pwrite(self._file.fileno(), view, at)
+                    view, at = view[count:], at + count
+
+    def round_trip_s(self, tier: Tier) -> float:
+        """Measure the seconds a block takes to a tier and back; the store must have `measured_blocks()` blocks in each tier.
+
+        A disk is measured without the page cache's help: written through, and read after the cache was dropped.
+        """
+        there = [(i, i) for i in range(_MEASURED_BLOCKS)]
+        times = []
+        for _ in range(_MEASURED_TIMES + 1):
+            start = perf_counter()
+            self._move_batch(Tier.DEVICE, tier, there)
+            if self._file is not None and tier == Tier.DISK:
+                os.fdatasync(self._file.fileno())
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            self._move_batch(tier, Tier.DEVICE, there)
+            if self._kv.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append((perf_counter() - start) / _MEASURED_BLOCKS)
+        return median(times[1:])  # the first touches memory for the first time
+
+
+def measured_blocks() -> int:
+    """Return the blocks of each tier that `round_trip_s` moves."""
+    return _MEASURED_BLOCKS
+
+
+def _as_bytes(data: torch.Tensor) -> np.ndarray:
+    """Return contiguous blocks (N, ...) as bytes (N, bytes_per_block), sharing memory."""
+    return data.view(len(data), -1).view(torch.uint8).numpy()
