@@ -76,12 +76,12 @@ class PrefixCounters:
 
 @dataclass
 class SwapCounters:
-    """Blocks that moved between tiers, by (from, to); sizes and measured times are per tier below the device."""
+    """Blocks of the tiers below the device, how many moved from where to where, and what a block's moves take there."""
 
     blocks: dict[str, int] = field(default_factory=dict)
     round_trip_s_per_block: dict[str, float] = field(default_factory=dict)
     recompute_s_per_block: float = 0.0
-    moved_blocks: Counter[str] = field(default_factory=Counter)
+    moved_blocks: dict[str, int] = field(default_factory=dict)
     failed_moves: int = 0
 
 

@@ -401,7 +401,8 @@ def _count(stats: RunStats, scheduler: Scheduler, blocks: BlockManager) -> None:
     stats.prefix.recovered_tokens += scheduler.reuse.recovered_tokens
     stats.swap.blocks = {tier.name.lower(): blocks.sizes[tier] for tier in (Tier.HOST, Tier.DISK)}
     for (source, destination), count in blocks.num_moves.items():
-        stats.swap.moved_blocks[f"{source.name.lower()} to {destination.name.lower()}"] += count
+        name = f"{source.name.lower()} to {destination.name.lower()}"
+        stats.swap.moved_blocks[name] = stats.swap.moved_blocks.get(name, 0) + count
     stats.blocks.final_used, stats.blocks.final_cached = blocks.num_used_blocks, blocks.num_cached_blocks
 
 

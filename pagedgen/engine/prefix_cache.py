@@ -1,8 +1,8 @@
 """Full blocks found by their content, in whatever tier they lie; who will still use them; which to give up first. No torch.
 
 A block's content is its own tokens after all tokens before it, in one namespace. Its digest is 128 bits of BLAKE2b over its
-parent's digest and its tokens, and a hit compares the tokens and the parent as well, so that not even equal digests can pass
-one block off as another. The index is a tree: a block is in it only while its parent is, so a hit is always a whole prefix.
+parent's digest and its tokens, and a hit compares the tokens, the parent and the namespace as well, so that not even equal
+digests can pass one block off as another. The index is a tree: a block is in it only while its parent is, so a hit is always a whole prefix.
 
 All prompts are known before the first step, so each digest has a count of *remaining users*: rows that are still to be
 admitted and will look for it. A block nobody will look for is not kept. Of the others the one with the fewest remaining users
@@ -40,6 +40,7 @@ class CachedBlock:
     """A full block in the index."""
 
     digest: bytes
+    namespace: bytes
     parent: CachedBlock | None
     tokens: list[int]
     depth: int  # blocks before it
@@ -76,14 +77,14 @@ class PrefixCache:
     def _namespace(self, request: Request) -> bytes:
         # JSON of named parts: a salt can't be mistaken for a row, nor two parts for one.
         parts = {"salt": request.cache_salt} if self._share_rows else {"row": request.row_index}
-        return self._hash(json.dumps(parts).encode())
+        return json.dumps(parts).encode()
 
     def digests(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """Return the digests of a sequence's first full blocks; it keeps them."""
         known = sequence.digests
         if len(known) < num_blocks:
             size = self._block_size
-            parent = known[-1] if known else self._namespace(sequence.request)
+            parent = known[-1] if known else self._hash(self._namespace(sequence.request))
             start = len(known) * size
             data = np.asarray(sequence.token_ids[start : num_blocks * size], dtype="<i8").tobytes()
             for at in range(0, len(data), 8 * size):
@@ -132,15 +133,22 @@ class PrefixCache:
     def match(self, sequence: Sequence) -> list[CachedBlock]:
         """Return the longest indexed prefix of a sequence, its last token never included: that one's logits are needed."""
         hits: list[CachedBlock] = []
-        size, tokens = self._block_size, sequence.token_ids
+        size, namespace = self._block_size, self._namespace(sequence.request)
         parent = None
-        for depth, digest in enumerate(self.digests(sequence, (len(tokens) - 1) // size)):
+        for depth, digest in enumerate(self.digests(sequence, (len(sequence.token_ids) - 1) // size)):
             block = self._blocks.get(digest)
-            if block is None or block.parent is not parent or block.tokens != tokens[depth * size : (depth + 1) * size]:
+            if block is None or not self._holds(block, namespace, parent, sequence, depth):
                 break
             hits.append(block)
             parent = block
         return hits
+
+    def _holds(
+        self, block: CachedBlock, namespace: bytes, parent: CachedBlock | None, sequence: Sequence, depth: int
+    ) -> bool:
+        """Compare a block's content with a sequence's: equal digests alone prove nothing."""
+        tokens = sequence.token_ids[depth * self._block_size : (depth + 1) * self._block_size]
+        return block.namespace == namespace and block.parent is parent and block.tokens == tokens
 
     def insert(self, sequence: Sequence, num_blocks: int, address_of: Callable[[int], Address | None]) -> list[CachedBlock]:
         """Index a sequence's first full blocks that aren't yet; return the new ones, held.
@@ -149,20 +157,20 @@ class PrefixCache:
         stands behind a block that can't be indexed can't be found either, so it is left out.
         """
         new: list[CachedBlock] = []
-        size, parent = self._block_size, None
+        size, namespace, parent = self._block_size, self._namespace(sequence.request), None
         for depth, digest in enumerate(self.digests(sequence, num_blocks)):
-            tokens = sequence.token_ids[depth * size : (depth + 1) * size]
             block = self._blocks.get(digest)
             if block is None:
                 address = address_of(depth)
                 if address is None:
                     break
-                block = CachedBlock(digest, parent, tokens, depth, address)
+                tokens = sequence.token_ids[depth * size : (depth + 1) * size]
+                block = CachedBlock(digest, namespace, parent, tokens, depth, address)
                 self._blocks[digest] = block
                 if parent is not None:
                     parent.children.append(block)
                 new.append(block)
-            elif block.parent is not parent or block.tokens != tokens:
+            elif not self._holds(block, namespace, parent, sequence, depth):
                 break  # equal digests of different content
             parent = block
         return new
