@@ -196,7 +196,7 @@ class EngineRun:
             on_finished=lambda s: done.__setitem__(key(s.request, s.sample_index), s),  # None: no next turn
             on_error=lambda r, sample, e: done.__setitem__(key(r, sample), e),
         )
-        assert sorted(done) == sorted(key(r, i) for r in requests for i in range(r.params.n))
+        assert done.keys() == {key(r, i) for r in requests for i in range(r.params.n)}
         return done
 
     def answer(self, prompts, params=None, rows=None):

@@ -112,15 +112,17 @@ class BlockManager:
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make a sequence's table hold `num_tokens` tokens in blocks it may write; all of it or, with too few left, nothing."""
         table = sequence.block_table
-        missing = max(0, self.blocks_for(num_tokens) - len(table))
-        copies = self.copies_needed(sequence, num_tokens)
+        missing = max(0, -(-num_tokens // self.block_size) - len(table))
+        index = sequence.num_computed_tokens // self.block_size
+        copies = 0
+        if index < len(table) and (self._ref_counts[table[index]] > 1 or self._cached[table[index]] is not None):
+            copies = self.copies_needed(sequence, num_tokens)
         if not missing and not copies:
             return True
         if missing + copies > self.num_available_blocks:
             return False
         fresh = self._take(missing + copies)
         if copies:
-            index = sequence.num_computed_tokens // self.block_size
             shared, own = table[index], fresh.pop()
             table[index] = own
             _note_rewrite(sequence, index)
@@ -140,7 +142,8 @@ class BlockManager:
                 block_id = free.pop()
                 assert self._ref_counts[block_id] == 0, self._breach(block_id, "is on the free list and in use")
                 self._ref_counts[block_id] = 1
-                self._event(Address(Tier.DEVICE, block_id), "taken")
+                if self._history is not None:
+                    self._event(Address(Tier.DEVICE, block_id), "taken")
                 taken.append(block_id)
         except BaseException:
             for block_id in reversed(taken):
@@ -191,13 +194,15 @@ class BlockManager:
 
     def _add_reference(self, block_id: int) -> None:
         self._ref_counts[block_id] += 1
-        self._event(Address(Tier.DEVICE, block_id), "shared")
+        if self._history is not None:
+            self._event(Address(Tier.DEVICE, block_id), "shared")
 
     def _drop_reference(self, block_id: int) -> None:
         self._ref_counts[block_id] -= 1
         assert self._ref_counts[block_id] >= 0, self._breach(block_id, "was released twice")
         if self._ref_counts[block_id]:
-            self._event(Address(Tier.DEVICE, block_id), "one reference less")
+            if self._history is not None:
+                self._event(Address(Tier.DEVICE, block_id), "one reference less")
             return
         block = self._cached[block_id]
         if block is None:

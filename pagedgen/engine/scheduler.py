@@ -121,7 +121,7 @@ class Scheduler:
         """Choose the next step's rows and reserve the slots they write."""
         decodes: list[Sequence] = []
         prefills: list[tuple[Sequence, int]] = []
-        num_decoding = sum(1 for s in self.running if s.num_uncomputed_tokens == 1)
+        num_decoding = sum(len(s.token_ids) - s.num_computed_tokens == 1 for s in self.running)
         prefill_budget = self._max_num_batched_tokens - num_decoding
         preemptions_before = self.num_preemptions
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_pool import NaivePool
 
 from pagedgen.engine.batch import BlockTableArray, build_batch
 from pagedgen.engine.block_manager import BlockManager
@@ -19,9 +19,11 @@ from pagedgen.sampling_params import SamplingParams
 EXAMPLES = 2000 if os.environ.get("PAGEDGEN_PROFILE") == "nightly" else 150
 
 
-def sequence(row, prompt_len, max_tokens, n=1):
+def sequence(row, prompt_len, max_tokens, n=1, beginning=()):
+    """A row of its own tokens, after the beginning it may share with others."""
     params = SamplingParams(max_tokens=max_tokens, n=n, temperature=1.0)
-    return Sequence(Request(row, list(range(1000 * row, 1000 * row + prompt_len)), params, max_tokens, frozenset(), 0))
+    tokens = [*beginning, *range(1000 * row, 1000 * row + prompt_len)][:prompt_len]
+    return Sequence(Request(row, tokens, params, max_tokens, frozenset(), 0))
 
 
 def pairs(blocks):
@@ -133,7 +135,9 @@ def test_audit_finds_damage(damage):
         blocks.audit([row])
 
 
-rows_strategy = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=20)
+rows_strategy = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 30), st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=20
+)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -141,48 +145,45 @@ rows_strategy = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30), st.in
     rows=rows_strategy,
     block_size=st.sampled_from([4, 8, 16]),
     spare_blocks=st.integers(0, 12),
+    host_blocks=st.integers(0, 8),
+    prefix_caching=st.booleans(),
     max_num_seqs=st.integers(4, 9),
     extra_budget=st.integers(0, 30),
+    watermark=st.sampled_from([0.0, 0.01, 0.3]),
     data=st.data(),
 )
-def test_every_row_ends_whatever_the_pool(rows, block_size, spare_blocks, max_num_seqs, extra_budget, data):
-    """Random rows and samples that may end early, through pools down to the largest row: all end, no block is lost.
-
-    A naive pool of tokens stands beside: block copies are made in it, each step's slots get the step's token ids, and every
-    row must find its own tokens in the slots of its table, whatever it shares.
+def test_every_row_ends_whatever_the_pool(
+    rows, block_size, spare_blocks, host_blocks, prefix_caching, max_num_seqs, extra_budget, watermark, data
+):
+    """Random rows and samples, many with a common beginning, that may end early or be cancelled, through pools down to the
+    largest row: all end, no block is lost, the oldest row progresses in every step, and every row reads its own tokens.
     """
-    largest = max(-(-(p + m - 1) // block_size) for p, m, _ in rows)
-    blocks = BlockManager(largest + spare_blocks, block_size)
+    largest = max(-(-(p + m - 1) // block_size) for p, m, _, _ in rows)
+    blocks = BlockManager(
+        largest + spare_blocks, block_size, prefix_caching=prefix_caching, host_blocks=host_blocks, record_history=True
+    )
     budget = max_num_seqs + extra_budget
-    scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    pool = np.full(blocks.num_blocks * block_size, -1)
+    scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, watermark=watermark)
+    pool = NaivePool(blocks)
     tables = BlockTableArray(max_num_seqs, width=1)
-    for row, (prompt_len, max_tokens, n) in enumerate(rows):
-        scheduler.add(sequence(row, prompt_len, max_tokens, n))
+    for row, (prompt_len, max_tokens, n, group) in enumerate(rows):
+        scheduler.add(sequence(row, prompt_len, max_tokens, n, beginning=range(-500 * group, -500 * group + 12 * group)))
     finished = []
-    oldest_progress = {}
-    for step_number in range(20_000):
+    for _ in range(20_000):
         if not scheduler.has_unfinished:
             break
         step = scheduler.schedule()
+        pool.make_moves()
         tables.update(scheduler.running)
         batch = build_batch(step, tables, block_size)
         assert batch.num_tokens <= budget
         assert len(scheduler.running) <= max_num_seqs
         assert step.num_scheduled_tokens[: step.num_decodes] == [1] * step.num_decodes
-        oldest = scheduler.running[0]
-        assert oldest in step.sequences, "the oldest row must progress in every step"
-        oldest_progress[step_number] = oldest.request.row_index
-        by_block = pool.reshape(-1, block_size)
-        for batch_of_moves in blocks.take_moves():
-            sources, destinations = (list(ids) for ids in zip(*batch_of_moves.pairs, strict=True))
-            by_block[destinations] = by_block[sources]
-        pool[batch.slot_mapping] = batch.input_ids
+        assert scheduler.running[0] in step.sequences, "the oldest row must progress in every step"
+        for s, count in zip(step.sequences, step.num_scheduled_tokens, strict=True):
+            pool.compute(s, count)
         scheduler.advance(step)
-        blocks.audit(scheduler.running)
-        for s in scheduler.running:
-            slots = [b * block_size + o for b in s.block_table for o in range(block_size)][: s.num_computed_tokens]
-            assert pool[slots].tolist() == s.token_ids[: s.num_computed_tokens]
+        pool.check(scheduler.running)
         for i in batch.sample_rows:
             parent = step.sequences[i]
             family = [parent, *scheduler.fork(parent)] if parent.num_pending_samples else [parent]
@@ -191,11 +192,16 @@ def test_every_row_ends_whatever_the_pool(rows, block_size, spare_blocks, max_nu
                 if s.num_generated_tokens == s.request.max_tokens or data.draw(st.integers(0, 9)) == 0:
                     scheduler.finish(s)
                     finished.append((s.request.row_index, s.sample_index))
-        blocks.audit(scheduler.running)
+        if scheduler.waiting and data.draw(st.integers(0, 19)) == 0:
+            gone = data.draw(st.sampled_from(scheduler.waiting))
+            scheduler.cancel(gone)
+            finished += [(gone.request.row_index, gone.sample_index + i) for i in range(gone.num_pending_samples + 1)]
+        pool.check(scheduler.running)
         assert len(scheduler.running) <= max_num_seqs
-    assert sorted(finished) == [(row, i) for row, (_, _, n) in enumerate(rows) for i in range(n)]
-    assert blocks.num_used_blocks == 0
-    blocks.audit([])
+    assert sorted(finished) == [(row, i) for row, (_, _, n, _) in enumerate(rows) for i in range(n)]
+    assert blocks.num_free_blocks == blocks.num_blocks
+    assert len(blocks.cache) == 0
+    pool.check([])
 
 
 def test_oldest_row_keeps_its_blocks_under_pressure():

@@ -45,7 +45,7 @@ def test_context_limit_is_exact(tiny_model, engine_run, make_prompts):
             run.engine.opened.make_request(0, [9] * length, params)
 
 
-def test_a_row_larger_than_the_pool_is_told_and_the_rest_runs(tiny_model, engine_run, make_prompts):
+def test_case_pr_03_a_row_larger_than_the_pool_is_told_and_the_rest_runs(tiny_model, engine_run, make_prompts):
     run = engine_run(tiny_model("llama"), block_size=4, num_gpu_blocks_override=16)
     prompts = make_prompts([20, 70, 40, 20])
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (10, 10, 100, 10)]
@@ -60,23 +60,34 @@ def test_a_row_larger_than_the_pool_is_told_and_the_rest_runs(tiny_model, engine
     assert "the pool has 16" in done[1].message
 
 
-def test_many_rows_of_every_ending_leave_no_block(tiny_model, engine_run, make_prompts):
-    """2,000 rows that end by EOS, stop token, stop string and length through 64 blocks; none is left used."""
+@pytest.mark.parametrize("caching", [True, False])
+def test_case_kv_02_many_rows_of_every_ending_leave_no_block(tiny_model, engine_run, make_prompts, caching):
+    """2,000 rows that end by EOS, stop token, stop string, length and error, some of 3 samples, through 64 blocks."""
     import numpy as np
 
     rng = np.random.default_rng(0)
-    run = engine_run(tiny_model("llama"), block_size=4, num_gpu_blocks_override=64, audit=False)
+    run = engine_run(tiny_model("llama"), block_size=4, num_gpu_blocks_override=64, audit=False, enable_prefix_caching=caching)
     prompts = make_prompts(rng.integers(5, 61, size=2000))
+    for i in range(0, 2000, 5):  # every fifth row begins like its neighbours
+        prompts[i][:12] = prompts[0][:12]
+    prompts[700] = [9] * 300  # larger than the pool
     kinds = [
         SamplingParams(max_tokens=6, temperature=1.0),
         SamplingParams(max_tokens=12, temperature=1.5, stop_token_ids=tuple(range(7, 60))),
         SamplingParams(max_tokens=12, temperature=1.5, stop=tuple("abcdefgh")),
         SamplingParams(max_tokens=1),
+        SamplingParams(max_tokens=6, temperature=1.0, n=3),
     ]
-    done = run.sequences(prompts, [kinds[i % 4] for i in range(2000)])
-    reasons = {(s.finish_reason, type(s.stop_reason).__name__) for s in done.values()}
+    done = run.sequences(prompts, [kinds[i % 5] if i != 700 else kinds[0] for i in range(2000)])
+    answered = [s for s in done.values() if not isinstance(s, RowError)]
+    assert len(answered) == 1999 + 2 * 400  # one row is an error
+    reasons = {(s.finish_reason, type(s.stop_reason).__name__) for s in answered}
     assert reasons >= {("length", "NoneType"), ("stop", "int"), ("stop", "str")}
-    assert run.stats.blocks.peak <= 64
+    blocks = run.stats.blocks.to_dict()
+    assert 0 < blocks["peak"] <= 64
+    # What nobody will look for is not kept, so nothing is cached either when the last row has ended.
+    assert (blocks["final_used"], blocks["final_cached"]) == (0, 0)
+    assert (run.stats.prefix.saved_tokens > 0) == caching
 
 
 def test_seeded_samples_do_not_depend_on_company(tiny_model, engine_run, make_prompts):

@@ -30,7 +30,9 @@ def test_the_prompt_is_computed_once_and_its_blocks_are_shared(tiny_model, engin
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
-def test_samples_do_not_depend_on_the_pool_or_the_company(tiny_model, engine_run, make_prompts, eager_admission, family, dtype):
+def test_case_pr_01_samples_do_not_depend_on_the_pool_or_the_company(
+    tiny_model, engine_run, make_prompts, eager_admission, family, dtype
+):
     """n in {1, 3, 5} through a pool for about four sequences against a pool for all, in another order, in chunks."""
     model = tiny_model(family)
     prompts = make_prompts([20] * 6 + [3, 17])
