@@ -35,8 +35,8 @@ def blocks(
     rows = {(row, sample) for _, row, sample, _, _ in shown["used"]}
     free = header["num_blocks"] - len(shown["used"]) - len(shown["cached"])
     console.print(
-        f"step {shown['step']:,}: {header['num_blocks']:,} blocks of {header['block_size']} tokens; {len(shown['used']):,} used by "
-        f"{len(rows):,} rows and samples, {len(shown['cached']):,} cached, {free:,} free",
+        f"step {shown['step']:,}: {header['num_blocks']:,} blocks of {header['block_size']} tokens; "
+        f"{len(shown['used']):,} used by {len(rows):,} rows and samples, {len(shown['cached']):,} cached, {free:,} free",
         highlight=False,
     )
     grid = _device_cells(shown, header["num_blocks"], header["block_size"])

@@ -19,7 +19,7 @@ class NaivePool:
     def __init__(self, blocks):
         self.blocks = blocks
         self.size = blocks.block_size
-        self.memory = {tier: [[None] * self.size for _ in range(n)] for tier, n in blocks.sizes.items()}
+        self.memory = {tier: [[None] * self.size for _ in range(n)] for tier, n in blocks.pool.sizes.items()}
 
     def make_moves(self):
         """Make the moves that are due; within a batch all are read before any is written."""

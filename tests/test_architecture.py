@@ -40,7 +40,8 @@ ALLOWED = {
     "pagedgen.model": {"pagedgen.kernels.api"},
 }
 NO_TORCH = [
-    f"pagedgen.engine.{m}" for m in ("scheduler", "block_manager", "prefix_cache", "tiers", "planner", "batch", "block_map")
+    f"pagedgen.engine.{m}"
+    for m in ("scheduler", "block_manager", "block_pool", "prefix_cache", "tiers", "planner", "batch", "block_map")
 ]
 
 

@@ -1,4 +1,4 @@
-"""Which block belongs to whom: free lists, reference counts, block tables, and what is kept for later. No torch, no tensor data.
+"""Which block belongs to whom: reference counts, each sequence's block table, and what is kept for later. No torch, no tensors.
 
 A block is `block_size` slots of K/V for all layers. A device block is in exactly one state:
 
@@ -6,11 +6,10 @@ A block is `block_size` slots of K/V for all layers. A device block is in exactl
     used     in at least one block table; its reference count = number of table entries that name it
     cached   in no table, but somebody will look for its content (see `prefix_cache.py`)
 
-    free + used + cached == num_blocks; in the host and disk tiers free + cached == their size; after every call
+    free + used + cached == num_blocks, after every call
 
-Blocks are given on demand and returned at once; the free list is a stack, so that warm blocks are used again first. When it is
-empty, the cached block that is needed least makes room: it moves to the next tier that has room or holds something needed
-less, else it is given up. A preempted row's blocks are cached like any others, so it finds again what nobody needed.
+Blocks are given on demand and returned at once. A preempted row's blocks are cached like any others: it finds again what nobody
+else needed, on the device or wherever that has moved (see `block_pool.py`).
 
 A fork shares every block of its parent, the partly filled last one too. Who first writes into a shared block gets a copy
 (copy-on-write). With blocks of 4, a prompt of 6 tokens and one fork:
@@ -18,20 +17,17 @@ A fork shares every block of its parent, the partly filled last one too. Who fir
     parent [7, 2], fork [7, 2]    counts: 7 → 2, 2 → 2
     the parent writes token 6     2 is shared: parent [7, 5], copy 2 → 5; counts: 2 → 1, 5 → 1
     the fork writes its token 6   2 is its own now: no copy
-
-Copies and moves between tiers are only noted here, in order; whoever runs the step makes them first (`take_moves`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from ..request import Request, Sequence
+from .block_pool import BlockPool
 from .prefix_cache import CachedBlock, PrefixCache, blake2b_128
-from .tiers import Address, MoveBatch, Tier, batch_moves
-
-_EVENTS_KEPT = 8
+from .tiers import Address, MoveBatch, Tier
 
 
 class BlockManager:
@@ -52,26 +48,18 @@ class BlockManager:
 
         `record_history`: keep each block's last events, to tell when an audit fails.
         """
+        self.num_blocks = num_blocks
         self.block_size = block_size
-        self.sizes = {Tier.DEVICE: num_blocks, Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
-        self._free = {tier: list(range(size - 1, -1, -1)) for tier, size in self.sizes.items()}
-        self._ref_counts = [0] * num_blocks
-        self._cached: list[CachedBlock | None] = [None] * num_blocks  # the index's entry of a device block
-        self._moves: list[tuple[Address, Address]] = []
-        self._now = 0
-        self._keeps = prefix_caching or host_blocks > 0 or disk_blocks > 0
         self.cache = PrefixCache(block_size, share_rows=prefix_caching, hash_block=hash_block)
-        self._history: dict[Address, deque[str]] | None = {} if record_history else None
-        self.num_evictions = 0  # blocks given up although somebody would have looked for them
-        self.num_moves: Counter[tuple[Tier, Tier]] = Counter()
-
-    @property
-    def num_blocks(self) -> int:
-        return self.sizes[Tier.DEVICE]
+        sizes = {Tier.DEVICE: num_blocks, Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
+        self.pool = BlockPool(sizes, self.cache, record_history=record_history)
+        self._keeps = prefix_caching or host_blocks > 0 or disk_blocks > 0
+        self._ref_counts = [0] * num_blocks
+        self._now = 0
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free[Tier.DEVICE])
+        return len(self.pool.free[Tier.DEVICE])
 
     @property
     def num_cached_blocks(self) -> int:
@@ -88,15 +76,21 @@ class BlockManager:
 
     def num_held(self, tier: Tier) -> int:
         """Return how many blocks of a tier hold something."""
-        return self.sizes[tier] - len(self._free[tier])
+        return self.pool.sizes[tier] - len(self.pool.free[tier])
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, request: Request) -> int:
-        """Return the blocks a row needs to run with nobody else: one sequence's, or all beams', which advance together."""
-        return blocks_needed(request, self.block_size)
+        """Return the blocks a row needs to run with nobody else.
+
+        Samples need not run together, beams do: they share the prompt's full blocks and nothing else for certain.
+        """
+        one = self.blocks_for(request.max_kv_tokens)
+        shared = request.num_prompt_tokens // self.block_size
+        beams = request.params.beam_width
+        return shared + beams * (one - shared) if beams > 1 else one
 
     # Growing, forking, returning
 
@@ -107,43 +101,38 @@ class BlockManager:
         if num_tokens <= start or index >= len(sequence.block_table):
             return 0
         block_id = sequence.block_table[index]
-        return int(self._ref_counts[block_id] > 1 or self._cached[block_id] is not None)
+        return int(self._ref_counts[block_id] > 1 or self.pool.indexed[block_id] is not None)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make a sequence's table hold `num_tokens` tokens in blocks it may write; all of it or, with too few left, nothing."""
         table = sequence.block_table
         missing = max(0, -(-num_tokens // self.block_size) - len(table))
-        index = sequence.num_computed_tokens // self.block_size
-        copies = 0
-        if index < len(table) and (self._ref_counts[table[index]] > 1 or self._cached[table[index]] is not None):
-            copies = self.copies_needed(sequence, num_tokens)
+        copies = self.copies_needed(sequence, num_tokens)
         if not missing and not copies:
             return True
         if missing + copies > self.num_available_blocks:
             return False
         fresh = self._take(missing + copies)
         if copies:
+            index = sequence.num_computed_tokens // self.block_size
             shared, own = table[index], fresh.pop()
             table[index] = own
             _note_rewrite(sequence, index)
-            self._move(Address(Tier.DEVICE, shared), Address(Tier.DEVICE, own))
+            self.pool.move(Address(Tier.DEVICE, shared), Address(Tier.DEVICE, own))
             self._drop_reference(shared)
         table.extend(fresh)
         return True
 
     def _take(self, count: int) -> list[int]:
         """Return blocks with one reference each; the caller has checked that there are as many."""
-        free = self._free[Tier.DEVICE]
         taken: list[int] = []
         try:
             while len(taken) < count:
-                if not free:
-                    self._make_room(Tier.DEVICE)
-                block_id = free.pop()
-                assert self._ref_counts[block_id] == 0, self._breach(block_id, "is on the free list and in use")
+                block_id = self.pool.take()
+                assert self._ref_counts[block_id] == 0, self.pool.breach(block_id, "is on the free list and in use")
                 self._ref_counts[block_id] = 1
-                if self._history is not None:
-                    self._event(Address(Tier.DEVICE, block_id), "taken")
+                if self.pool.records_history:
+                    self.pool.event(Address(Tier.DEVICE, block_id), "taken")
                 taken.append(block_id)
         except BaseException:
             for block_id in reversed(taken):
@@ -194,24 +183,17 @@ class BlockManager:
 
     def _add_reference(self, block_id: int) -> None:
         self._ref_counts[block_id] += 1
-        if self._history is not None:
-            self._event(Address(Tier.DEVICE, block_id), "shared")
+        if self.pool.records_history:
+            self.pool.event(Address(Tier.DEVICE, block_id), "shared")
 
     def _drop_reference(self, block_id: int) -> None:
         self._ref_counts[block_id] -= 1
-        assert self._ref_counts[block_id] >= 0, self._breach(block_id, "was released twice")
+        assert self._ref_counts[block_id] >= 0, self.pool.breach(block_id, "was released twice")
         if self._ref_counts[block_id]:
-            if self._history is not None:
-                self._event(Address(Tier.DEVICE, block_id), "one reference less")
+            if self.pool.records_history:
+                self.pool.event(Address(Tier.DEVICE, block_id), "one reference less")
             return
-        block = self._cached[block_id]
-        if block is None:
-            self._vacate(Address(Tier.DEVICE, block_id))
-        else:
-            self._event(block.address, "cached")
-            self.cache.set_idle(block, self._now)
-            if not self.cache.users(block.digest):
-                self._give_up(block)
+        self.pool.give_back(block_id, self._now)
 
     # What is kept for later
 
@@ -224,7 +206,7 @@ class BlockManager:
         """Stop counting a row that was admitted, or never will be."""
         for block in self.cache.claim(sequence):
             if not block.removed:
-                self._give_up(block)
+                self.pool.give_up(block)
 
     def match(self, sequence: Sequence) -> list[CachedBlock]:
         """Return the blocks, in any tier, that hold the beginning of a sequence; never its last token."""
@@ -256,7 +238,7 @@ class BlockManager:
             if block.address.tier == Tier.DEVICE:
                 self._add_reference(block.address.block_id)
             else:
-                self._bring(block, Address(Tier.DEVICE, fresh.pop()))
+                self.pool.bring(block, Address(Tier.DEVICE, fresh.pop()))
         sequence.block_table = [block.address.block_id for block in hits] + fresh
         sequence.num_computed_tokens = len(hits) * self.block_size
         self.forget(sequence)
@@ -270,11 +252,11 @@ class BlockManager:
 
         def address_of(index: int) -> Address | None:
             block_id = sequence.block_table[index]
-            return Address(Tier.DEVICE, block_id) if self._cached[block_id] is None else None
+            return Address(Tier.DEVICE, block_id) if self.pool.indexed[block_id] is None else None
 
         for block in self.cache.insert(sequence, num_blocks, address_of):
-            self._cached[block.address.block_id] = block
-            self._event(block.address, "indexed")
+            self.pool.indexed[block.address.block_id] = block
+            self.pool.event(block.address, "indexed")
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a row's blocks; what it computed stays findable as long as nobody else needs the room."""
@@ -284,88 +266,14 @@ class BlockManager:
             self.index(sequence)
         self.release(sequence)
 
-    def close_tier(self, tier: Tier) -> None:
-        """Take a tier out of use: what it holds can't be read any more."""
-        for block in self.cache.blocks():
-            if block.address.tier == tier and not block.removed:
-                self._give_up(block)
-        self.sizes[tier] = 0
-        self._free[tier] = []
-
     def lose(self, addresses: Iterable[Address], sequences: Iterable[Sequence]) -> list[Sequence]:
         """Forget content that could not be moved to `addresses`; return the sequences whose tables name it."""
         lost = set(addresses)
         for block in self.cache.blocks():
             if block.address in lost and not block.removed:
-                self._give_up(block)
+                self.pool.give_up(block)
         block_ids = {block_id for tier, block_id in lost if tier == Tier.DEVICE}
         return [s for s in sequences if block_ids.intersection(s.block_table)]
-
-    def _make_room(self, tier: Tier) -> None:
-        """Free one block of a tier, whose free list is empty: the idle block to go first moves on or is given up."""
-        block = self.cache.first_to_go(tier)
-        assert block is not None, f"nothing in the {tier.name} tier can make room"
-        self.cache.hold(block)
-        below = self._place_below(block)
-        if below is not None:
-            self._bring(block, below)
-            self.cache.set_idle(block, block.last_used)
-            return
-        self.num_evictions += 1
-        if not block.removed:  # making room below may have taken it along
-            self._give_up(block)
-        self._vacate(block.address)
-
-    def _place_below(self, block: CachedBlock) -> Address | None:
-        """Return room for a block in a lower tier, taking it from a block that is needed less; None when there is none."""
-        for tier in Tier:
-            if tier <= block.address.tier or not self.sizes[tier]:
-                continue
-            if not self._free[tier]:
-                rival = self.cache.first_to_go(tier)
-                if rival is None or rival.key is None or rival.key > self.cache.order_key(block):
-                    continue
-                self._make_room(tier)
-                if block.removed:  # it stood behind the one that was given up
-                    return None
-            return Address(tier, self._free[tier].pop())
-        return None
-
-    def _bring(self, block: CachedBlock, destination: Address) -> None:
-        """Move an indexed, held block; its old place is free, its content read before anything is written there."""
-        source = block.address
-        self._move(source, destination)
-        block.address = destination
-        if source.tier == Tier.DEVICE:
-            self._cached[source.block_id] = None
-        if destination.tier == Tier.DEVICE:
-            self._cached[destination.block_id] = block
-        self._vacate(source)
-
-    def _give_up(self, block: CachedBlock) -> None:
-        """Take a block and all behind it out of the index; idle ones are free then."""
-        for gone in self.cache.remove(block):
-            idle = self.cache.hold(gone)
-            if gone.address.tier == Tier.DEVICE:
-                self._cached[gone.address.block_id] = None
-            if idle:
-                self._vacate(gone.address)
-
-    def _vacate(self, address: Address) -> None:
-        self._event(address, "freed")
-        if self.sizes[address.tier]:
-            self._free[address.tier].append(address.block_id)
-
-    def _move(self, source: Address, destination: Address) -> None:
-        self._moves.append((source, destination))
-        self.num_moves[source.tier, destination.tier] += 1
-        self._event(destination, f"filled from {source.tier.name} {source.block_id}")
-
-    def take_moves(self) -> list[MoveBatch]:
-        """Return the copies and moves to make before the next step, as batches to make one after another."""
-        batches = batch_moves(self._moves)
-        self._moves.clear()
-        return batches
 
     def filled_slots(self, running: Iterable[Sequence]) -> int:
         """Return the slots of used blocks that hold a token, those of shared blocks once."""
@@ -378,15 +286,9 @@ class BlockManager:
                 partial[table[index]] = max(filled, partial.get(table[index], 0))
         return self.num_used_blocks * size - sum(size - filled for filled in partial.values())
 
-    # Audit
-
-    def _event(self, address: Address, what: str) -> None:
-        if self._history is not None:
-            self._history.setdefault(address, deque(maxlen=_EVENTS_KEPT)).append(what)
-
-    def _breach(self, block_id: int, what: str, tier: Tier = Tier.DEVICE) -> str:
-        past = "not recorded" if self._history is None else ", ".join(self._history.get(Address(tier, block_id), ())) or "none"
-        return f"{tier.name} block {block_id} {what}; its last events: {past}"
+    def take_moves(self) -> list[MoveBatch]:
+        """Return the copies and moves to make before the next step, as batches to make one after another."""
+        return self.pool.take_moves()
 
     def audit(self, sequences: Iterable[Sequence]) -> None:
         """Recount everything from the tables and compare.
@@ -401,39 +303,10 @@ class BlockManager:
             assert held >= sequence.num_computed_tokens, (
                 f"row {sequence.request.row_index}: {sequence.num_computed_tokens} computed tokens in {held} slots"
             )
-        cached: dict[Address, CachedBlock] = {}
-        for block in self.cache.blocks():
-            assert block.address not in cached, self._breach(block.address.block_id, "is indexed twice", block.address.tier)
-            assert block.parent is None or not block.parent.removed, self._breach(block.address.block_id, "has lost its parent")
-            cached[block.address] = block
-        for tier, size in self.sizes.items():
-            free = set(self._free[tier])
-            twice = [b for b, n in Counter(self._free[tier]).items() if n > 1]
-            assert not twice, self._breach(twice[0], "is twice in the free list", tier)
-            idle = {a.block_id for a, b in cached.items() if a.tier == tier and b.key is not None}
-            assert len(idle) == self.cache.num_idle[tier], f"{len(idle)} idle {tier.name} blocks, {self.cache.num_idle} counted"
-            for block_id in range(size):
-                count = named[block_id] if tier == Tier.DEVICE else 0
-                states = (block_id in free, count > 0, block_id in idle)
-                assert sum(states) == 1, self._breach(block_id, "is in no or several states (free, used, cached)", tier)
         for block_id, count in enumerate(self._ref_counts):
             entries = named[block_id]
-            assert count == entries, self._breach(block_id, f"has count {count}, {entries} table entries name it")
-            block_or_none = cached.get(Address(Tier.DEVICE, block_id))
-            assert self._cached[block_id] is block_or_none, self._breach(block_id, "is indexed at another place")
-            if block_or_none is not None:
-                assert (block_or_none.key is None) == (count > 0), self._breach(block_id, "is held by nobody or idle in use")
-
-
-def blocks_needed(request: Request, block_size: int) -> int:
-    """Return the blocks a row needs to run with nobody else.
-
-    Samples need not run together, beams do: they share the prompt's full blocks and nothing else for certain.
-    """
-    one = -(-request.max_kv_tokens // block_size)
-    shared = request.num_prompt_tokens // block_size
-    beams = request.params.beam_width
-    return shared + beams * (one - shared) if beams > 1 else one
+            assert count == entries, self.pool.breach(block_id, f"has count {count}, {entries} table entries name it")
+        self.pool.audit(named)
 
 
 def _note_rewrite(sequence: Sequence, index: int) -> None:

@@ -1,7 +1,7 @@
 """Snapshots of the pool while a job runs: which block belongs to which row. JSON lines, read back by `pagedgen blocks`.
 
-The first line is a header: {"version", "block_size", "num_blocks", "host_blocks", "disk_blocks", "every"}. Every other line is a
-snapshot: {"step", "used": [[block_id, row_index, sample_index, num_slots_used, ref_count], ...], "cached": [[block_id,
+The first line is a header: {"version", "block_size", "num_blocks", "host_blocks", "disk_blocks", "every"}. Every other line is
+a snapshot: {"step", "used": [[block_id, row_index, sample_index, num_slots_used, ref_count], ...], "cached": [[block_id,
 num_remaining_users], ...], "host": [block_id, ...], "disk": [block_id, ...]}; blocks in no list are free. A shared block is
 listed once, under the oldest row that names it.
 """
@@ -34,7 +34,7 @@ class BlockMapWriter:
         self._every = every
         self._has_header = False
         try:
-            self._file: IO[str] = Path(path).open("w", encoding="utf-8")
+            self._file: IO[str] = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -57,8 +57,8 @@ class BlockMapWriter:
                     version=VERSION,
                     block_size=blocks.block_size,
                     num_blocks=blocks.num_blocks,
-                    host_blocks=blocks.sizes[Tier.HOST],
-                    disk_blocks=blocks.sizes[Tier.DISK],
+                    host_blocks=blocks.pool.sizes[Tier.HOST],
+                    disk_blocks=blocks.pool.sizes[Tier.DISK],
                     every=self._every,
                 )
                 self._has_header = True

@@ -185,10 +185,11 @@ class Engine:
                 if tier not in self._round_trip_s:
                     with _out_of_memory_is_told("measuring the swap space"):
                         self._round_trip_s[tier] = self._runner.round_trip_s(tier, config.disk_swap_path)
-                if self._round_trip_s[tier] >= recompute_s:
+                round_trip_s = self._round_trip_s[tier]
+                if round_trip_s >= recompute_s:
                     on_note(
-                        f"the {tier.name.lower()} swap space is not used: a block takes {self._round_trip_s[tier] * 1e3:.2f} ms "
-                        f"there and back, computing it again {recompute_s * 1e3:.2f} ms"
+                        f"the {tier.name.lower()} swap space is not used: a block takes {round_trip_s * 1e3:.2f} ms there and "
+                        f"back, computing it again {recompute_s * 1e3:.2f} ms"
                     )
                     num_blocks = 0
             sizes.append(num_blocks)
@@ -268,7 +269,7 @@ class Engine:
         touches_disk = any(Tier.DISK in (batch.source, batch.destination) for batch in batches)
         lost = blocks.lose(spoiled, scheduler.running)
         if touches_disk and any(isinstance(error, OSError) for error in errors):
-            blocks.close_tier(Tier.DISK)
+            blocks.pool.close_tier(Tier.DISK)
             on_note(f"the disk swap space failed and is not used any more: {errors[0]}")
         return step.without(scheduler.recompute(lost))
 
@@ -397,10 +398,10 @@ def _count(stats: RunStats, scheduler: Scheduler, blocks: BlockManager) -> None:
         stats.prefix.hit_rows += scheduler.reuse.hit_rows
         stats.prefix.hit_blocks += scheduler.reuse.hit_blocks
         stats.prefix.saved_tokens += scheduler.reuse.saved_tokens
-    stats.prefix.evictions += blocks.num_evictions
+    stats.prefix.evictions += blocks.pool.num_evictions
     stats.prefix.recovered_tokens += scheduler.reuse.recovered_tokens
-    stats.swap.blocks = {tier.name.lower(): blocks.sizes[tier] for tier in (Tier.HOST, Tier.DISK)}
-    for (source, destination), count in blocks.num_moves.items():
+    stats.swap.blocks = {tier.name.lower(): blocks.pool.sizes[tier] for tier in (Tier.HOST, Tier.DISK)}
+    for (source, destination), count in blocks.pool.num_moves.items():
         name = f"{source.name.lower()} to {destination.name.lower()}"
         stats.swap.moved_blocks[name] = stats.swap.moved_blocks.get(name, 0) + count
     stats.blocks.final_used, stats.blocks.final_cached = blocks.num_used_blocks, blocks.num_cached_blocks

@@ -1,8 +1,8 @@
 """Full blocks found by their content, in whatever tier they lie; who will still use them; which to give up first. No torch.
 
 A block's content is its own tokens after all tokens before it, in one namespace. Its digest is 128 bits of BLAKE2b over its
-parent's digest and its tokens, and a hit compares the tokens, the parent and the namespace as well, so that not even equal
-digests can pass one block off as another. The index is a tree: a block is in it only while its parent is, so a hit is always a whole prefix.
+parent's digest and its tokens, and a hit compares the tokens, the parent and the namespace as well: not even equal digests can
+pass one block off as another. The index is a tree: a block is in it only while its parent is, so a hit is a whole prefix.
 
 All prompts are known before the first step, so each digest has a count of *remaining users*: rows that are still to be
 admitted and will look for it. A block nobody will look for is not kept. Of the others the one with the fewest remaining users
@@ -143,9 +143,7 @@ class PrefixCache:
             parent = block
         return hits
 
-    def _holds(
-        self, block: CachedBlock, namespace: bytes, parent: CachedBlock | None, sequence: Sequence, depth: int
-    ) -> bool:
+    def _holds(self, block: CachedBlock, namespace: bytes, parent: CachedBlock | None, sequence: Sequence, depth: int) -> bool:
         """Compare a block's content with a sequence's: equal digests alone prove nothing."""
         tokens = sequence.token_ids[depth * self._block_size : (depth + 1) * self._block_size]
         return block.namespace == namespace and block.parent is parent and block.tokens == tokens

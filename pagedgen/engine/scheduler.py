@@ -186,7 +186,7 @@ class Scheduler:
                 self._num_followers -= 1
 
     def fork(self, parent: Sequence) -> list[Sequence]:
-        """Start the other samples or beams of a row whose prompt was just computed; they share its blocks and stand behind it."""
+        """Start the other samples or beams of a row whose prompt was just computed, with its blocks and behind it."""
         children = [Sequence(parent.request, i) for i in range(1, parent.num_pending_samples + 1)]
         parent.num_pending_samples = 0
         for child in children:

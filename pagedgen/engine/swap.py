@@ -45,7 +45,7 @@ class BlockStore:
         self._bytes_per_block = kv[0].numel() * kv.element_size()
         self._file: IO[bytes] | None = None
         if disk_blocks:
-            self._file = tempfile.TemporaryFile(dir=disk_path, buffering=0)
+            self._file = tempfile.TemporaryFile(dir=disk_path, buffering=0)  # noqa: SIM115 (closed by close)
 
     def close(self) -> None:
         if self._file is not None:

@@ -35,7 +35,9 @@ def measure(num_rows: int, pool_share: float) -> dict[str, float]:
     for row in range(num_rows):
         tokens = list(range(PREFIX_LEN)) + [1000 + row] * OWN_LEN
         scheduler.add(Sequence(Request(row, tokens, params, STEPS, frozenset(), 0)))
-    schedule_s, pack_s, rows = [], [], []
+    schedule_s: list[float] = []
+    pack_s: list[float] = []
+    rows: list[int] = []
     while scheduler.has_unfinished:
         start = perf_counter()
         step = scheduler.schedule()
@@ -61,19 +63,19 @@ def measure(num_rows: int, pool_share: float) -> dict[str, float]:
         "pack_ms": round(1e3 * median(pack_s), 3),
         "rows_in_step": median(rows),
         "preemptions": scheduler.num_preemptions,
-        "moved_blocks": sum(blocks.num_moves.values()),
+        "moved_blocks": sum(blocks.pool.num_moves.values()),
     }
 
 
 def main() -> None:
     for pool_share in (1.0, 0.9):
-        before = None
+        before: float | None = None
         for num_rows in (64, 128, 256, 512, 1024):
             line = measure(num_rows, pool_share)
             per_row = line["schedule_ms"] / line["rows_in_step"]
-            growth = {} if before is None else {"growth": round(per_row / before, 2)}
+            growth = None if before is None else round(per_row / before, 2)
             before = per_row
-            print(json.dumps({"benchmark": "host_cost", "rows": num_rows, "pool": pool_share, **line, **growth}))
+            print(json.dumps({"benchmark": "host_cost", "rows": num_rows, "pool": pool_share, **line, "growth": growth}))
 
 
 if __name__ == "__main__":

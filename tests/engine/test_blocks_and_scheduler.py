@@ -128,7 +128,7 @@ def test_audit_finds_damage(damage):
     if damage == "leak":
         row.block_table.pop()
     elif damage == "double":
-        blocks._free[Tier.DEVICE].append(row.block_table[0])
+        blocks.pool.free[Tier.DEVICE].append(row.block_table[0])
     else:
         blocks._ref_counts[row.block_table[0]] += 1
     with pytest.raises(AssertionError, match="block"):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from naive_pool import NaivePool
+from pagedgen.kernels.api import load_backend
 
 from pagedgen.engine.batch import BlockTableArray, build_batch
 from pagedgen.engine.block_manager import BlockManager
 from pagedgen.engine.kv_cache import KVCache
-from pagedgen.engine.scheduler import Scheduler
+from pagedgen.engine.scheduler import ScheduledStep, Scheduler
 from pagedgen.engine.swap import BlockStore
 from pagedgen.engine.tiers import Address, Tier, batch_moves
-from pagedgen.kernels.api import load_backend
 from pagedgen.request import Request, Sequence
 from pagedgen.sampling_params import SamplingParams
 
@@ -92,7 +93,7 @@ def test_vllm_49125_a_partly_filled_block_is_never_found():
     pool.admit(first)
     pool.preempt(first)
     while pool.blocks.num_cached_blocks:
-        pool.blocks._make_room(Tier.DEVICE)
+        pool.blocks.pool.make_room(Tier.DEVICE)
     other = row(1, [*PREFIX, 1, 2, 3, 4, 5])
     pool.expect(other)
     assert len(pool.blocks.match(other)) == 2
@@ -134,7 +135,7 @@ def test_kvcached_362_a_digest_does_not_outlive_its_block():
     pool.expect(stranger)
     pool.admit(stranger)
     assert pool.blocks.match(again) == []
-    assert pool.blocks.num_evictions == 2
+    assert pool.blocks.pool.num_evictions == 2
     pool.check(stranger)
 
 
@@ -240,7 +241,7 @@ def test_sglang_27631_31427_38480_what_is_read_back_is_held():
     assert pool.blocks.num_held(Tier.HOST) == 2
     assert pool.admit(first) == 2  # in goes what it had; one of the second row's blocks takes a place that became free
     pool.check(first)
-    assert pool.blocks.num_moves[Tier.HOST, Tier.DEVICE] == 2
+    assert pool.blocks.pool.num_moves[Tier.HOST, Tier.DEVICE] == 2
 
 
 def test_tensorrt_llm_12834_12648_counts_and_free_lists_survive_swapping():
@@ -267,10 +268,10 @@ def test_tensorrt_llm_15018_a_block_whose_parent_is_gone_is_not_found():
     pool.expect(first, again)
     pool.admit(first)
     pool.blocks.release(first)
-    pool.blocks._make_room(Tier.DEVICE)  # the tail goes to the host
+    pool.blocks.pool.make_room(Tier.DEVICE)  # the tail goes to the host
     pool.naive.make_moves()
     head = pool.blocks.match(again)[0]
-    pool.blocks._give_up(head)
+    pool.blocks.pool.give_up(head)
     assert pool.blocks.match(again) == []
     assert pool.blocks.num_held(Tier.HOST) == pool.blocks.num_held(Tier.DEVICE) == 0
     pool.check()
@@ -331,7 +332,7 @@ def test_vllm_49716_strides_of_any_shape_lead_to_the_right_slot(backend, heads, 
         kernels.write_kv(k[layer], v[layer], *cache.layers[layer], slots)
     store = BlockStore(cache.kv, kernels, host_blocks=2)
     path = [Address(Tier.DEVICE, 1), Address(Tier.DEVICE, 4), Address(Tier.HOST, 1), Address(Tier.DEVICE, 2)]
-    store.move(batch_moves(list(zip(path, path[1:], strict=False))))
+    store.move(batch_moves(list(pairwise(path))))
     for layer in range(3):
         key, value = cache.layers[layer]
         for block in (1, 4, 2):
@@ -400,12 +401,16 @@ def test_cancelling_releases_in_every_state(state):
 
 def test_an_exception_releases_every_row():
     blocks = BlockManager(12, 4)
-    with pytest.raises(RuntimeError, match="the loop broke"):
+
+    def broken_loop():
         with Scheduler(blocks, max_num_seqs=2, max_num_batched_tokens=6) as scheduler:
             for r in (row(0, [*PREFIX, 1]), row(1, [*PREFIX, 2]), row(2, [9] * 5)):
                 scheduler.add(r)
             scheduler.advance(scheduler.schedule())
             raise RuntimeError("the loop broke")
+
+    with pytest.raises(RuntimeError, match="the loop broke"):
+        broken_loop()
     blocks.audit([])
     assert blocks.num_free_blocks == 12
 
@@ -431,8 +436,6 @@ def test_a_step_in_flight_keeps_the_tables_it_was_built_with():
     r = row(0, list(range(6)))
     blocks.reserve(r, 6)
     tables.update([r])
-    from pagedgen.engine.scheduler import ScheduledStep
-
     batch = build_batch(ScheduledStep([r], [6], 0), tables, 4)
     before = batch.block_tables.copy()
     blocks.release(r)
@@ -449,8 +452,8 @@ def test_blocks_lie_in_the_order_of_the_tokens():
     pool.expect(first, second)
     pool.admit(first)
     pool.blocks.release(first)
-    pool.blocks._make_room(Tier.DEVICE)
-    pool.blocks._make_room(Tier.DEVICE)  # two of four blocks are on the host now
+    pool.blocks.pool.make_room(Tier.DEVICE)
+    pool.blocks.pool.make_room(Tier.DEVICE)  # two of four blocks are on the host now
     assert pool.admit(second) == 4
     pool.check(second)
 

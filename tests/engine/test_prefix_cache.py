@@ -131,7 +131,8 @@ def test_case_pc_04_sliding_windows(tiny_model, engine_run, reference_generate, 
     """A window of 8 on some layers or all, shared prefixes longer and shorter than it, 20 new tokens."""
     model = tiny_model("gemma3", sliding_window=8, layer_types=list(layers))
     beginning = make_prompts([24])[0]
-    prompts = [beginning[:n] + tail for n, tail in zip((6, 8, 9, 24, 24, 24), make_prompts([1, 1, 1, 6, 3, 9], seed=4))]
+    tails = make_prompts([1, 1, 1, 6, 3, 9], seed=4)
+    prompts = [beginning[:n] + tail for n, tail in zip((6, 8, 9, 24, 24, 24), tails, strict=True)]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     run = engine_run(model, block_size=4)
     assert run.answer(prompts, params) == reference_generate(model, prompts, 20)

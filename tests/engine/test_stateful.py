@@ -180,7 +180,7 @@ class BlockLives(RuleBasedStateMachine):
     def evict(self, tier):
         """Make room in a tier as if it were full: a swap-out, a spill, or a block given up."""
         if self.blocks.cache.first_to_go(tier) is not None:
-            self.blocks._make_room(tier)
+            self.blocks.pool.make_room(tier)
         self.pool.make_moves()
 
     @precondition(lambda self: self.waiting)
@@ -193,9 +193,9 @@ class BlockLives(RuleBasedStateMachine):
     @rule(tier=st.sampled_from(list(Tier)), block=choice)
     def spoil(self, tier, block):
         """Content is lost, as when a move failed: who has it is computed again, nobody else notices."""
-        if not self.blocks.sizes[tier]:
+        if not self.blocks.pool.sizes[tier]:
             return
-        block %= self.blocks.sizes[tier]
+        block %= self.blocks.pool.sizes[tier]
         hit = self.blocks.lose([Address(tier, block)], self.running)
         self.pool.memory[tier][block] = [None] * 4
         for sequence in hit:

@@ -6,13 +6,13 @@ import os
 
 import pytest
 import torch
+from pagedgen.kernels.api import load_backend
 from test_prefix_cache import shared_prompts
 
 from pagedgen.engine.engine import Engine
 from pagedgen.engine.swap import BlockStore
 from pagedgen.engine.tiers import Address, MoveBatch, Tier, batch_moves
 from pagedgen.errors import MemoryPlanError, UsageError
-from pagedgen.kernels.api import load_backend
 from pagedgen.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
