@@ -90,8 +90,13 @@ class Scheduler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for sequence in [*self.running, *self.waiting]:
-            self.cancel(sequence)
+        for sequence in list(self.running):
+            self.finish(sequence)
+        for sequence in self.waiting:
+            self._blocks.forget(sequence)
+        self._waiting.clear()
+        self._followers.clear()
+        self._num_followers = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those already waiting."""

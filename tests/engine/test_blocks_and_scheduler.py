@@ -120,19 +120,60 @@ def test_warm_blocks_are_used_again_first():
     assert row.block_table == used
 
 
-@pytest.mark.parametrize("damage", ["leak", "double", "count"])
-def test_audit_finds_damage(damage):
-    blocks = BlockManager(4, 4)
-    row = sequence(0, 8, 1)
-    blocks.reserve(row, 8)
+@pytest.mark.parametrize("damage", ["leak", "double", "count", "state", "index"])
+def test_audit_finds_damage_and_tells_the_block_and_its_last_events(damage):
+    blocks = BlockManager(4, 4, record_history=True)
+    row, fork = sequence(0, 9, 1), sequence(0, 9, 1)
+    blocks.reserve(row, 9)
+    row.num_computed_tokens = 9
+    blocks.fork(row, fork)
+    blocks.index(row)
+    block_id = row.block_table[0]
     if damage == "leak":
-        row.block_table.pop()
+        row.block_table.remove(block_id)
+        row.num_computed_tokens = 0
     elif damage == "double":
-        blocks.pool.free[Tier.DEVICE].append(row.block_table[0])
+        blocks.pool.free[Tier.DEVICE] *= 2
+    elif damage == "state":
+        blocks.pool.free[Tier.DEVICE].append(block_id)
+    elif damage == "index":
+        blocks.pool.indexed[block_id] = None
     else:
-        blocks._ref_counts[row.block_table[0]] += 1
-    with pytest.raises(AssertionError, match="block"):
-        blocks.audit([row])
+        blocks._ref_counts[block_id] += 1
+    with pytest.raises(AssertionError, match=r"DEVICE block \d .*; its last events: ") as caught:
+        blocks.audit([row, fork])
+    if damage != "double":
+        assert str(caught.value).startswith(f"DEVICE block {block_id} ")
+        assert str(caught.value).endswith("its last events: taken, shared, indexed")
+
+
+def test_only_the_last_eight_events_are_kept():
+    blocks = BlockManager(1, 4, record_history=True)
+    for _ in range(9):
+        row = sequence(0, 3, 1)
+        blocks.reserve(row, 3)
+        blocks.release(row)
+    assert blocks.pool.breach(0, "is fine").count("taken") == blocks.pool.breach(0, "is fine").count("freed") == 4
+
+
+def test_a_write_into_an_indexed_block_goes_to_a_copy():
+    """A conversation goes on from the middle of a block that others will look for."""
+    blocks = BlockManager(8, 4)
+    row, later = sequence(0, 9, 1), sequence(1, 9, 1, beginning=range(8))
+    blocks.expect(later)
+    blocks.reserve(row, 9)
+    row.num_computed_tokens = 9
+    blocks.index(row)
+    old = list(row.block_table)
+    turn = sequence(0, 9, 1)
+    blocks.hand_over(row, turn, 6)
+    assert turn.block_table == old[:2]
+    assert blocks.reserve(turn, 8)
+    assert turn.block_table[0] == old[0]
+    assert turn.block_table[1] != old[1]
+    assert pairs(blocks) == [[(old[1], turn.block_table[1])]]
+    assert len(blocks.match(later)) == 2
+    blocks.audit([turn])
 
 
 rows_strategy = st.lists(
@@ -242,6 +283,16 @@ def test_batch_layout_of_a_mixed_step():
     assert batch.slot_mapping.tolist() == [a.block_table[1] * 4 + 1, b.block_table[1] * 4] + [
         c.block_table[p // 4] * 4 + p % 4 for p in range(2, 8)
     ]
+
+
+def test_case_kv_03_a_table_narrower_than_its_row_is_caught():
+    blocks = BlockManager(8, 4)
+    row = sequence(0, 9, 9)
+    blocks.reserve(row, 8)
+    tables = BlockTableArray(2)
+    tables.update([row])
+    with pytest.raises(AssertionError, match="a token has no block"):
+        build_batch(ScheduledStep([row], [9], 0), tables, 4)
 
 
 def test_tables_keep_rows_and_copy_only_what_changed():

@@ -33,6 +33,17 @@ def test_counters_add_up(tiny_model, engine_run, make_prompts):
     assert stats.num_steps == stats.blocks.num_steps
 
 
+def test_case_kv_01_lengths_around_a_block(tiny_model, engine_run, reference_generate, make_prompts):
+    """Lengths at and beside multiples of the block size, together and one at a time; the audit recounts every step."""
+    prompts = make_prompts([1, 3, 4, 5, 7, 8, 9])
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    want = reference_generate(tiny_model("llama"), prompts, 9)
+    run = engine_run(tiny_model("llama"), block_size=4)
+    assert run.answer(prompts, params) == want
+    for row, prompt in enumerate(prompts):
+        assert run.answer([prompt], params, [row])[row] == want[row]
+
+
 def test_context_limit_is_exact(tiny_model, engine_run, make_prompts):
     """Prompt plus completion fill the context and no more; a prompt that fills it alone is a row error."""
     run = engine_run(tiny_model("llama", max_position_embeddings=64))
@@ -90,7 +101,7 @@ def test_case_kv_02_many_rows_of_every_ending_leave_no_block(tiny_model, engine_
     assert (run.stats.prefix.saved_tokens > 0) == caching
 
 
-def test_seeded_samples_do_not_depend_on_company(tiny_model, engine_run, make_prompts):
+def test_case_pr_02_seeded_samples_do_not_depend_on_company(tiny_model, engine_run, make_prompts):
     """Same (seed, row): same tokens alone, in a crowd, in another order, preempted; other row or seed: other tokens."""
     model = tiny_model("llama")
     prompt = make_prompts([9])[0]
