@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -29,9 +30,9 @@ def blocks(
     shown = block_map.at(step)
     terminal = Console()
     text = io.StringIO()
-    console = Console(file=text, width=terminal.width, force_terminal=terminal.is_terminal, color_system=terminal.color_system)  # type: ignore[arg-type]
+    console = Console(file=text, width=terminal.width, force_terminal=terminal.is_terminal, emoji=False)
     header = block_map.header
-    cells = width or max(1, terminal.width - 8)
+    cells = min(width or max(1, terminal.width - 8), header["num_blocks"] or 1)
     rows = {(row, sample) for _, row, sample, _, _ in shown["used"]}
     free = header["num_blocks"] - len(shown["used"]) - len(shown["cached"])
     console.print(
@@ -39,9 +40,15 @@ def blocks(
         f"{len(shown['used']):,} used by {len(rows):,} rows and samples, {len(shown['cached']):,} cached, {free:,} free",
         highlight=False,
     )
-    grid = _device_cells(shown, header["num_blocks"], header["block_size"])
-    for start in range(0, len(grid), cells):
-        console.print(Text(f"{start:>6}  ").append_text(Text().join(grid[start : start + cells])), soft_wrap=True)
+    shown_before = -1
+    for line, texts in _device_lines(shown, cells, header["block_size"], header["num_blocks"]):
+        if line != shown_before + 1:
+            console.print(f"        … {(line - shown_before - 1) * cells:,} free blocks", highlight=False)
+        shown_before = line
+        console.print(Text(f"{line * cells:>6}  ").append_text(texts), soft_wrap=True)
+    rest = header["num_blocks"] - (shown_before + 1) * cells
+    if rest > 0:
+        console.print(f"        … {rest:,} free blocks", highlight=False)
     for tier in ("host", "disk"):
         if header[f"{tier}_blocks"]:
             console.print(
@@ -54,16 +61,19 @@ def blocks(
     say(text.getvalue().rstrip("\n"))
 
 
-def _device_cells(shown: dict[str, list[list[int]]], num_blocks: int, block_size: int) -> list[Text]:
-    """Return a cell for each block of the device."""
-    grid = [Text("·", style="dim")] * num_blocks
-    for block_id, _ in shown["cached"]:
-        grid[block_id] = Text("░", style="dim")
+def _device_lines(
+    shown: dict[str, list[list[int]]], cells: int, block_size: int, num_blocks: int
+) -> Iterator[tuple[int, Text]]:
+    """Yield the lines that hold a block that isn't free, with their numbers."""
+    grid: dict[int, Text] = {block_id: Text("░", style="dim") for block_id, _ in shown["cached"]}
     for block_id, row, sample, filled, ref_count in shown["used"]:
         if ref_count > 1:
             glyph = str(ref_count) if ref_count < 10 else "+"
         else:
-            glyph = _FILL[max(0, -(-filled * len(_FILL) // block_size) - 1)]
+            glyph = _FILL[min(len(_FILL), max(1, -(-filled * len(_FILL) // block_size))) - 1]
         style = _COLOURS[(row * 7 + sample) % len(_COLOURS)]
         grid[block_id] = Text(glyph, style=style if ref_count == 1 else f"{style} reverse")
-    return grid
+    free = Text("·", style="dim")
+    for line in sorted({block_id // cells for block_id in grid}):
+        ids = range(line * cells, min((line + 1) * cells, num_blocks))
+        yield line, Text().join(grid.get(block_id, free) for block_id in ids)

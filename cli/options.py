@@ -111,6 +111,10 @@ DiskSwap = Annotated[
     ),
 ]
 
+N = Annotated[
+    int, typer.Option("--n", help="Samples (or best beams) of each row, on rows of their own.", rich_help_panel=SAMPLING)
+]
+BeamWidth = Annotated[int, typer.Option(help="Above 1: beam search.", rich_help_panel=SAMPLING)]
 MaxTokens = Annotated[
     int | None, typer.Option(help="Most tokens to generate for a row. (default: 512)", rich_help_panel=SAMPLING)
 ]
@@ -132,6 +136,8 @@ def _read_config(ctx: typer.Context, path: str | None) -> str | None:
     for parameter in ctx.command.params:
         if parameter.name not in ("config", "model", "prompts"):
             flags.update(dict.fromkeys((o.lstrip("-").replace("_", "-") for o in parameter.opts), parameter.name))
+    if any("\0" in value for value in values.values() if isinstance(value, str)):
+        raise UsageError(f"--config {path}: a value holds a NUL character")
     unknown = sorted(k for k in values if k.replace("_", "-") not in flags)
     if unknown:
         known = ", ".join(sorted(f for f in flags if len(f) > 1))
@@ -165,7 +171,7 @@ def parse_bytes(text: str | None, flag: str) -> int | None:
     if not match or match[2].upper() not in _UNITS:
         raise UsageError(f"{flag} {text} is not a size; write it like 80GiB, 500MB or 1073741824")
     size = float(match[1]) * _UNITS[match[2].upper()]
-    if size < 2**20:
+    if 0 < size < 2**20:
         raise UsageError(f"{flag} {text} is {size:,.0f} bytes; did you mean {match[1]}GiB?")
     if size > 2**60:
         raise UsageError(f"{flag} {text:.40} is more than any device has")
@@ -181,7 +187,7 @@ def parse_disk_swap(text: str | None) -> tuple[str | None, int]:
     if text is None:
         return None, 0
     path, colon, size = text.rpartition(":")
-    if not colon or not path:
+    if not colon or not path or not size:
         raise UsageError(f"--disk-swap {text} is not a directory and a size; write it like /scratch:20GiB")
     return path, parse_bytes(size, "--disk-swap") or 0
 

@@ -30,7 +30,7 @@ class _Stderr(Console):
             super().print(*args, **kwargs)
 
 
-stderr = _Stderr(stderr=True)
+stderr = _Stderr(stderr=True, emoji=False)
 
 
 def say(text: str) -> None:
@@ -183,8 +183,8 @@ def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max
     )
     table.add_row(
         "padding saved",
-        f"{stats['padding_saved']:.1%} ({stats['computed_tokens']:,} tokens computed, "
-        f"{stats['padded_tokens']:,} in padded batches of {stats['config']['engine']['max_num_seqs']:,} rows)",
+        f"{stats['padding_saved']:.1%} ({stats['packed_tokens']:,} tokens, {stats['padded_tokens']:,} in padded "
+        f"batches of {stats['config']['engine']['max_num_seqs']:,} rows)",
     )
     prefix = stats["prefix_cache"]
     if prefix["shareable_tokens"] or prefix["saved_tokens"]:
@@ -263,5 +263,5 @@ def show_plan(report: Any) -> None:
     )
     text = io.StringIO()
     terminal = Console()
-    Console(file=text, width=terminal.width, force_terminal=terminal.is_terminal).print(table)
+    Console(file=text, width=terminal.width, force_terminal=terminal.is_terminal, emoji=False).print(table)
     say(text.getvalue().rstrip("\n"))

@@ -34,6 +34,8 @@ def plan(
     id_column: opt.IdColumn = None,
     limit: opt.Limit = None,
     chat_template: opt.ChatTemplate = None,
+    n: opt.N = 1,
+    beam_width: opt.BeamWidth = 1,
     max_tokens: opt.MaxTokens = None,
     revision: opt.Revision = None,
     trust_remote_code: opt.TrustRemoteCode = False,
@@ -47,12 +49,18 @@ def plan(
     gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
     kv_cache_memory_bytes: opt.KvCacheMemoryBytes = None,
     num_gpu_blocks_override: opt.NumGpuBlocksOverride = None,
+    enable_prefix_caching: opt.EnablePrefixCaching = True,
     swap_space: opt.SwapSpace = None,
     disk_swap: opt.DiskSwap = None,
 ) -> None:
     """Compute max_block_num and what the job will need. Reads config and tokenizer only."""
     try:
-        sampling = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
+        sampling = SamplingParams(
+            n=n,
+            beam_width=beam_width,
+            temperature=1.0 if n > 1 and beam_width == 1 else 0.0,  # samples need one; which doesn't matter for a plan
+            max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+        )
     except ValueError as error:
         raise UsageError(f"sampling: {error}") from error
     disk_swap_path, disk_swap_bytes = opt.parse_disk_swap(disk_swap)
@@ -78,6 +86,7 @@ def plan(
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=opt.parse_bytes(kv_cache_memory_bytes, "--kv-cache-memory-bytes"),
             num_gpu_blocks_override=num_gpu_blocks_override,
+            enable_prefix_caching=enable_prefix_caching,
             swap_space_bytes=opt.parse_bytes(swap_space, "--swap-space") or 0,
             disk_swap_path=disk_swap_path,
             disk_swap_bytes=disk_swap_bytes,

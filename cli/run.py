@@ -59,11 +59,8 @@ def run(
     ] = None,
     limit: opt.Limit = None,
     chat_template: opt.ChatTemplate = None,
-    n: Annotated[
-        int,
-        typer.Option("--n", help="Samples (or best beams) of each row, on rows of their own.", rich_help_panel=opt.SAMPLING),
-    ] = 1,
-    beam_width: Annotated[int, typer.Option(help="Above 1: beam search.", rich_help_panel=opt.SAMPLING)] = 1,
+    n: opt.N = 1,
+    beam_width: opt.BeamWidth = 1,
     length_penalty: Annotated[
         float,
         typer.Option(help="A beam's score is its log-probability over its length to this power.", rich_help_panel=opt.SAMPLING),
@@ -138,6 +135,7 @@ def run(
         raise UsageError(f"--max-error-rate {max_error_rate} must be between 0 and 1")
     if temperature is None and (top_p != 1.0 or top_k > 1 or min_p != 0.0):
         raise UsageError("--top-p, --top-k and --min-p have no effect on greedy decoding: set --temperature as well")
+    early_stopping = early_stopping.lower()  # TOML's true is Python's True
     if early_stopping not in _EARLY_STOPPING:
         raise UsageError(f"--early-stopping {early_stopping} is not one of {', '.join(_EARLY_STOPPING)}")
     if beam_width == 1 and (length_penalty != 1.0 or early_stopping != "false"):

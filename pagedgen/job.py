@@ -145,8 +145,11 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
     output_format = check_output(config.output, overwrite=config.overwrite, inputs=files)
     stats_path = _stats_path(config, files)
     if config.block_map is not None:
+        if config.block_map in ("", "-"):
+            raise UsageError("--block-map needs the name of a file")
         check_writable(config.block_map, "--block-map", overwrite=config.overwrite, inputs=files)
-        if config.block_map in (config.output, stats_path):
+        others = [Path(p).resolve() for p in (config.output, stats_path) if p not in (None, "-")]
+        if Path(config.block_map).resolve() in others:
             raise UsageError(f"--block-map {config.block_map} is another output of this command")
     progress.phase("opening the model")
     threads.prepare()
@@ -157,6 +160,13 @@ def run_job(config: JobConfig, progress: Progress) -> JobReport:
     outside = [t for t in config.sampling.stop_token_ids if t >= opened.spec.vocab_size]
     if outside:
         raise UsageError(f"--stop-token-ids {outside[0]} is outside the model's vocabulary of {opened.spec.vocab_size}")
+    most_sequences = opened.config.max_num_seqs or 1
+    if config.sampling.num_sequences > most_sequences:
+        flag = "--beam-width" if config.sampling.beam_width > 1 else "--n"
+        raise UsageError(
+            f"{flag} {config.sampling.num_sequences} is more than --max-num-seqs {most_sequences}: "
+            "a row's samples or beams must be able to run together"
+        )
     if not opened.spec.eos_token_ids and not config.sampling.ignore_eos:
         progress.note("the model names no EOS token: rows end only by length or by --stop")
     prompts = _read_prompts(config, files, opened, stats, progress)
@@ -203,6 +213,10 @@ def _generate(config: JobConfig, opened: Any, prompts: _Prompts, stats: RunStats
     plan = engine.plan(prompts.requests, **prompts.not_run())
     by_index = {row.index: row for row in prompts.rows}
 
+    def end_with_error(row: int, sample_index: int, turn_index: int, error: RowError, num_prompt_tokens: int | None) -> None:
+        result = _error_result(by_index[row], prompts.ids[row], error, num_prompt_tokens)
+        prompts.end_sample(replace(result, sample_index=sample_index, turn_index=turn_index))
+
     def on_finished(sequence: Sequence) -> Request | None:
         request = sequence.request
         key = (request.row_index, sequence.sample_index, request.turn_index)
@@ -227,12 +241,11 @@ def _generate(config: JobConfig, opened: Any, prompts: _Prompts, stats: RunStats
         try:
             return _next_turn(conversation, sequence, opened)
         except RowError as error:
-            on_error(replace(request, turn_index=request.turn_index + 1), sequence.sample_index, error)
+            end_with_error(request.row_index, sequence.sample_index, request.turn_index + 1, error, None)
             return None
 
     def on_error(request: Request, sample_index: int, error: RowError) -> None:
-        result = _error_result(by_index[request.row_index], prompts.ids[request.row_index], error, request.num_prompt_tokens)
-        prompts.end_sample(replace(result, sample_index=sample_index, turn_index=request.turn_index))
+        end_with_error(request.row_index, sample_index, request.turn_index, error, request.num_prompt_tokens)
 
     progress.rows(sum(r.params.n * prompts.num_turns(r.row_index) for r in prompts.requests))
     with contextlib.ExitStack() as stack:
@@ -240,7 +253,7 @@ def _generate(config: JobConfig, opened: Any, prompts: _Prompts, stats: RunStats
         if config.block_map is not None:
             from .engine.block_map import BlockMapWriter
 
-            block_map = stack.enter_context(BlockMapWriter(config.block_map, config.block_map_every))
+            block_map = stack.enter_context(BlockMapWriter(config.block_map, config.block_map_every, progress.note))
         engine.generate(
             prompts.requests,
             plan,
@@ -265,13 +278,14 @@ def _next_turn(conversation: Any, sequence: Sequence, opened: Any) -> Request | 
     prompt = conversation.next_prompt(sequence.text or "", list(request.prompt_token_ids), answer_ids)
     if prompt is None:
         return None
+    last = conversation.num_asked == conversation.num_turns
     return opened.make_request(
         request.row_index,
         prompt,
         request.params,
         turn_index=request.turn_index + 1,
         cache_salt=request.cache_salt,
-        later_tokens=max(0, request.max_kv_tokens - len(prompt) - request.params.max_tokens),
+        later_tokens=0 if last else max(0, request.max_kv_tokens - len(prompt) - request.params.max_tokens),
     )
 
 
@@ -408,7 +422,9 @@ def _read_prompts(config: JobConfig, files: list[Path], opened: Any, stats: RunS
                 )
             except RowError as error:
                 length = None if isinstance(token_ids, RowError) else len(token_ids)
-                prompts.end(_error_result(row, ids[row.index], error, length), params.n)
+                # Parameters that can't be used say nothing about how many samples there should be.
+                samples = config.sampling.n if error.code == "bad_sampling_params" else params.n
+                prompts.end(_error_result(row, ids[row.index], error, length), samples)
                 continue
             if request.max_tokens == 0:
                 empty = _result(
@@ -486,6 +502,7 @@ def _count(stats: RunStats, results: list[Result], opened: Any, plan: Any, confi
     prompt_lens = {(r.row_index, r.turn_index, r.turn_index and r.sample_index): r.num_prompt_tokens or 0 for r in answered}
     stats.prompt_tokens = sum(prompt_lens.values())
     lengths = np.array([(r.num_prompt_tokens or 0) + r.num_generated_tokens for r in answered], dtype=np.int64)
+    stats.packed_tokens = int(lengths.sum())
     stats.padded_tokens = padded_tokens(lengths, opened.config.max_num_seqs)
     document = stats.to_dict({**config.to_dict(), "engine": opened.config.to_dict()})
     document["plan"] = None if plan is None else plan.to_dict()

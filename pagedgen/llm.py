@@ -51,6 +51,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt: a string, or `{"prompt": str}`, or `{"prompt_token_ids": [int]}`. Answers in input order.
 
+        A `cache_salt` beside it keeps a prompt's K/V from prompts with another one.
+
         A prompt that can't be run is answered with `error_code` and `error` and no output; the others run.
 
         Raises:
@@ -95,6 +97,8 @@ class LLM:
             params = [sampling_params or SamplingParams()] * len(rows)
         else:
             params = list(sampling_params)
+            if not all(isinstance(p, SamplingParams) for p in params):
+                raise TypeError("sampling_params must be SamplingParams, one for each prompt or one for all")
             if len(params) != len(rows):
                 raise ValueError(f"{len(params)} sampling_params for {len(rows)} prompts: give one for each, or one for all")
         opened = self._engine.opened
@@ -106,11 +110,18 @@ class LLM:
             texts.append(None)
             try:
                 rendered = renderer.render(values)
+                if len(rendered.turns) > 1:
+                    raise RowError(
+                        "unsupported_content", "several turns are answered by the command line; here, chat takes one"
+                    )
                 texts[index] = rendered.text
                 ids = tokenizer.tokenize([rendered])[0]
                 if isinstance(ids, RowError):
                     raise ids
-                request = opened.make_request(index, ids, params[index])
+                salt = values.get("cache_salt") or ""
+                if not isinstance(salt, str):
+                    raise RowError("not_text", f"cache_salt is {type(salt).__name__}, not text")
+                request = opened.make_request(index, ids, params[index], cache_salt=salt)
             except RowError as error:
                 outputs[index] = _failed(index, texts[index], None, error)
                 continue
@@ -138,7 +149,9 @@ class LLM:
             )
             done = outputs.get(index)
             if done is None:
-                done = outputs[index] = RequestOutput(str(index), texts[index], list(sequence.request.prompt_token_ids))
+                prompt_ids = list(sequence.request.prompt_token_ids)
+                done = RequestOutput(str(index), texts[index], prompt_ids, num_cached_tokens=sequence.num_cached_tokens)
+                outputs[index] = done
             done.outputs.append(completion)
             done.outputs.sort(key=lambda c: c.index)
             bar.update()

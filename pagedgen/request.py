@@ -130,5 +130,6 @@ class RequestOutput:
     prompt_token_ids: list[int] | None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = True
+    num_cached_tokens: int = 0  # of the prompt, that another one had computed
     error_code: str | None = None
     error: str | None = None

@@ -64,7 +64,7 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, low=0)
         _integer("beam_width", self.beam_width, low=1)
-        _number("length_penalty", self.length_penalty, low=-math.inf)
+        _number("length_penalty", self.length_penalty, low=-10.0, high=10.0)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f'early_stopping must be true, false or "never", not {self.early_stopping!r}')
         if self.beam_width > 1:

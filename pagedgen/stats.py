@@ -100,7 +100,8 @@ class RunStats:
     kept_tokens: int = 0  # of conversations, from one turn to the next
     prefix: PrefixCounters = field(default_factory=PrefixCounters)
     swap: SwapCounters = field(default_factory=SwapCounters)
-    padded_tokens: int = 0
+    packed_tokens: int = 0  # of all answers, prompts included
+    padded_tokens: int = 0  # that padded batches of them would hold
     computed_tokens: int = 0
     peak_memory_bytes: int = 0
     startup_s: float = 0.0
@@ -139,7 +140,8 @@ class RunStats:
             "time_split_s": self.time_split_s,
             "num_steps": self.num_steps,
             "blocks": self.blocks.to_dict(),
-            "padding_saved": 1 - self.computed_tokens / self.padded_tokens if self.padded_tokens else 0.0,
+            "padding_saved": 1 - self.packed_tokens / self.padded_tokens if self.padded_tokens else 0.0,
+            "packed_tokens": self.packed_tokens,
             "padded_tokens": self.padded_tokens,
             "computed_tokens": self.computed_tokens,
             "preemptions": self.preemptions,

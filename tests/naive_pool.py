@@ -13,6 +13,11 @@ from pagedgen.engine.tiers import Tier
 SALTS = ("", "a")
 
 
+def num_held(blocks, tier):
+    """Blocks of a tier that hold something."""
+    return blocks.pool.sizes[tier] - len(blocks.pool.free[tier])
+
+
 class NaivePool:
     """Memory of all tiers, block by block, as lists of numbers."""
 

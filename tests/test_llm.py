@@ -99,3 +99,19 @@ def test_samples_are_the_outputs_of_one_request(llm):
     assert [c.index for c in first.outputs] == [0, 1, 2]
     assert len({tuple(c.token_ids) for c in first.outputs}) > 1
     assert [c.text for c in empty.outputs] == ["", ""]
+
+
+def test_several_turns_are_not_silently_cut_to_one(tiny_model):
+    llm = LLM(str(tiny_model()), dtype="float32")
+    one, two = llm.generate([{"turns": ["only"]}, {"turns": ["first", "second"]}], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert one.outputs
+    assert (two.error_code, two.outputs) == ("unsupported_content", [])
+
+
+def test_prompts_share_within_a_salt_and_beams_have_scores(tiny_model):
+    llm = LLM(str(tiny_model()), dtype="float32", block_size=4)
+    prompts = [{"prompt": "a common beginning", "cache_salt": salt} for salt in ("a", "b", "a")]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert [o.num_cached_tokens for o in outputs] == [0, 0, 16]
+    best = llm.generate("x", SamplingParams(beam_width=3, n=2, max_tokens=4), use_tqdm=False)[0].outputs
+    assert best[0].score >= best[1].score

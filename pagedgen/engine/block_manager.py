@@ -74,10 +74,6 @@ class BlockManager:
     def num_used_blocks(self) -> int:
         return self.num_blocks - self.num_available_blocks
 
-    def num_held(self, tier: Tier) -> int:
-        """Return how many blocks of a tier hold something."""
-        return self.pool.sizes[tier] - len(self.pool.free[tier])
-
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
@@ -110,6 +106,8 @@ class BlockManager:
         copies = self.copies_needed(sequence, num_tokens)
         if not missing and not copies:
             return True
+        if copies and self._may_be_forgotten(table[sequence.num_computed_tokens // self.block_size], missing):
+            copies = 0
         if missing + copies > self.num_available_blocks:
             return False
         fresh = self._take(missing + copies)
@@ -121,6 +119,18 @@ class BlockManager:
             self.pool.move(Address(Tier.DEVICE, shared), Address(Tier.DEVICE, own))
             self._drop_reference(shared)
         table.extend(fresh)
+        return True
+
+    def _may_be_forgotten(self, block_id: int, missing: int) -> bool:
+        """Take a block out of the index, to be written in place, if only that keeps a sequence from it and a copy is no use:
+        nobody will look for it, or there is no room for a copy. Return True when it was done.
+        """
+        block = self.pool.indexed[block_id]
+        if block is None or self._ref_counts[block_id] > 1:
+            return False
+        if self.cache.users(block.digest) and missing + 1 <= self.num_available_blocks:
+            return False
+        self.pool.give_up(block)
         return True
 
     def _take(self, count: int) -> list[int]:
@@ -198,7 +208,7 @@ class BlockManager:
     # What is kept for later
 
     def expect(self, sequence: Sequence) -> None:
-        """Count a row that is to be admitted as a user of its prompt's full blocks."""
+        """Count a row that is to be admitted as a user of its full blocks, but for one that ends with its last token."""
         if self._keeps:
             self.cache.expect(sequence, (len(sequence.token_ids) - 1) // self.block_size)
 
@@ -261,8 +271,7 @@ class BlockManager:
     def preempt(self, sequence: Sequence) -> None:
         """Take a row's blocks; what it computed stays findable as long as nobody else needs the room."""
         if self._keeps:
-            num_blocks = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1) // self.block_size
-            self.cache.expect(sequence, num_blocks)
+            self.expect(sequence)
             self.index(sequence)
         self.release(sequence)
 
@@ -287,7 +296,7 @@ class BlockManager:
         return self.num_used_blocks * size - sum(size - filled for filled in partial.values())
 
     def take_moves(self) -> list[MoveBatch]:
-        """Return the copies and moves to make before the next step, as batches to make one after another."""
+        """See `BlockPool.take_moves`."""
         return self.pool.take_moves()
 
     def audit(self, sequences: Iterable[Sequence]) -> None:

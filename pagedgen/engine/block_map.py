@@ -9,7 +9,7 @@ listed once, under the oldest row that names it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,18 +25,22 @@ VERSION = 1
 class BlockMapWriter:
     """Writes a snapshot every so many steps. As a context manager it closes its file.
 
+    A file that can't be written any more ends the snapshots, not the job: `on_failure` is told.
+
     Raises:
-        OutputError: the file can't be written.
+        OutputError: the file can't be made.
     """
 
-    def __init__(self, path: str, every: int):
+    def __init__(self, path: str, every: int, on_failure: Callable[[str], None]):
         self._path = path
         self._every = every
+        self._on_failure = on_failure
+        self._works = True
         self._has_header = False
         try:
             self._file: IO[str] = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         except OSError as error:
-            raise self._failed(error) from error
+            raise OutputError(self._reason(error)) from error
 
     def __enter__(self) -> BlockMapWriter:
         return self
@@ -45,11 +49,11 @@ class BlockMapWriter:
         try:
             self._file.close()
         except OSError as error:
-            raise self._failed(error) from error
+            self._fail(error)
 
     def record(self, step: int, running: list[Sequence], blocks: BlockManager) -> None:
         """Write a snapshot of a step's end if it is due."""
-        if step % self._every:
+        if step % self._every or not self._works:
             return
         try:
             if not self._has_header:
@@ -65,13 +69,18 @@ class BlockMapWriter:
             self._write(step=step, **snapshot(running, blocks))
             self._file.flush()
         except OSError as error:
-            raise self._failed(error) from error
+            self._fail(error)
 
     def _write(self, **values: Any) -> None:
         self._file.write(json.dumps(values, separators=(",", ":")) + "\n")
 
-    def _failed(self, error: OSError) -> OutputError:
-        return OutputError(f"can't write --block-map {self._path}: {error.strerror} (errno {error.errno})")
+    def _fail(self, error: OSError) -> None:
+        if self._works:
+            self._on_failure(self._reason(error))
+        self._works = False
+
+    def _reason(self, error: OSError) -> str:
+        return f"can't write --block-map {self._path}: {error.strerror} (errno {error.errno})"
 
 
 def snapshot(running: list[Sequence], blocks: BlockManager) -> dict[str, list[Any]]:
@@ -126,12 +135,30 @@ def read_block_map(path: str) -> BlockMap:
         raise InputError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
     if not lines or not isinstance(lines[0], dict) or lines[0].get("version") != VERSION:
         raise InputError(f"{path} is no block map of this version (a file that run --block-map wrote)")
-    keys = {"step", "used", "cached", "host", "disk"}
-    if any(not isinstance(line, dict) or not keys <= line.keys() for line in lines[1:]):
+    if not _is_header(lines[0]) or not all(_is_snapshot(line, lines[0]["num_blocks"]) for line in lines[1:]):
         raise InputError(f"{path} is a damaged block map")
     if len(lines) == 1:
         raise InputError(f"{path} holds no snapshot")
     return BlockMap(lines[0], lines[1:])
+
+
+def _is_header(line: dict[str, Any]) -> bool:
+    counts = [line.get(key) for key in ("block_size", "num_blocks", "host_blocks", "disk_blocks")]
+    return all(type(count) is int and count >= 0 for count in counts) and line["block_size"] > 0
+
+
+def _is_snapshot(line: Any, num_blocks: int) -> bool:
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return False
+    for key, width in (("used", 5), ("cached", 2)):
+        entries = line.get(key)
+        if not isinstance(entries, list):
+            return False
+        for entry in entries:
+            numbers = isinstance(entry, list) and len(entry) == width and all(type(n) is int and n >= 0 for n in entry)
+            if not numbers or entry[0] >= num_blocks:
+                return False
+    return isinstance(line.get("host"), list) and isinstance(line.get("disk"), list)
 
 
 def _whole_lines(path: Path) -> Iterator[Any]:
@@ -139,5 +166,5 @@ def _whole_lines(path: Path) -> Iterator[Any]:
         for line in lines:
             try:
                 yield json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return

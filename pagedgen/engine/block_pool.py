@@ -26,7 +26,7 @@ class BlockPool:
         self.free = {tier: list(range(size - 1, -1, -1)) for tier, size in sizes.items()}  # stacks: warm blocks first
         self.cache = cache
         self.indexed: list[CachedBlock | None] = [None] * sizes[Tier.DEVICE]  # the index's entry of a device block
-        self.num_evictions = 0  # blocks given up although somebody would have looked for them
+        self.num_evictions = 0  # blocks given up for lack of room although somebody will look for them
         self.num_moves: Counter[tuple[Tier, Tier]] = Counter()
         self._moves: list[tuple[Address, Address]] = []
         self._history: dict[Address, deque[str]] | None = {} if record_history else None
@@ -64,7 +64,7 @@ class BlockPool:
             self.cache.set_idle(block, block.last_used)
             return
         if not block.removed:  # making room below may have taken it along
-            self.give_up(block)
+            self.num_evictions += self.give_up(block)
         self.vacate(block.address)
 
     def _place_below(self, block: CachedBlock) -> Address | None:
@@ -93,15 +93,17 @@ class BlockPool:
             self.indexed[destination.block_id] = block
         self.vacate(source)
 
-    def give_up(self, block: CachedBlock) -> None:
-        """Take a block and all behind it out of the index; idle ones are free then."""
+    def give_up(self, block: CachedBlock) -> int:
+        """Take a block and all behind it out of the index; idle ones are free then. Return how many somebody will look for."""
+        wanted = 0
         for gone in self.cache.remove(block):
-            self.num_evictions += self.cache.users(gone.digest) > 0
+            wanted += self.cache.users(gone.digest) > 0
             idle = self.cache.hold(gone)
             if gone.address.tier == Tier.DEVICE:
                 self.indexed[gone.address.block_id] = None
             if idle:
                 self.vacate(gone.address)
+        return wanted
 
     def close_tier(self, tier: Tier) -> None:
         """Take a tier out of use: what it holds can't be read any more."""

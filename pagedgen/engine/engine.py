@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_MOST_FAILED_MOVES = 100  # then the device is broken, not unlucky
+
+
 @dataclass(frozen=True)
 class _Callbacks:
     """Who is told what; see `Engine.generate`."""
@@ -184,7 +187,7 @@ class Engine:
             if num_blocks:
                 if tier not in self._round_trip_s:
                     with _out_of_memory_is_told("measuring the swap space"):
-                        self._round_trip_s[tier] = self._runner.round_trip_s(tier, config.disk_swap_path)
+                        self._round_trip_s[tier] = self._measure_tier(tier, on_note)
                 round_trip_s = self._round_trip_s[tier]
                 if round_trip_s >= recompute_s:
                     on_note(
@@ -194,8 +197,17 @@ class Engine:
                     num_blocks = 0
             sizes.append(num_blocks)
         self.stats.swap.recompute_s_per_block = recompute_s
+        self.stats.swap.blocks = {"host": sizes[0], "disk": sizes[1]}
         self.stats.swap.round_trip_s_per_block = {tier.name.lower(): s for tier, s in self._round_trip_s.items()}
         return sizes[0], sizes[1]
+
+    def _measure_tier(self, tier: Tier, on_note: Callable[[str], None]) -> float:
+        """Return the seconds a block takes to a tier and back; infinity where the disk fails already."""
+        try:
+            return self._runner.round_trip_s(tier, self.opened.config.disk_swap_path)
+        except OSError as error:
+            on_note(f"the disk swap space failed: {error}")
+            return float("inf")
 
     def _loop(
         self,
@@ -209,7 +221,7 @@ class Engine:
         tables = BlockTableArray(self._max_num_seqs)
         stops = StopChecker(self.opened.tokenizer)
         finished = 0
-        tokens_left = sum(s.request.max_tokens * s.request.params.n for s in scheduler.waiting)
+        tokens_left = sum(_most_tokens(s.request) * s.request.params.n for s in scheduler.waiting)
         start = perf_counter()
         stats.startup_s = start - stats.started
         while scheduler.has_unfinished:
@@ -217,10 +229,10 @@ class Engine:
             with stats.timed("schedule"):
                 step = scheduler.schedule()
             step = self._make_moves(scheduler, blocks, step, callbacks.on_note)
+            tables.update(scheduler.running)
             if not step.sequences:
                 continue  # what its rows need could not be moved: they wait again
             with stats.timed("schedule"):
-                tables.update(scheduler.running)
                 batch = build_batch(step, tables, blocks.block_size)
             ended = self._run_step(scheduler, blocks, step, batch, tables, stops)
             stats.blocks.record(
@@ -237,10 +249,10 @@ class Engine:
             stats.num_steps += 1
             tokens_left -= stats.generated_tokens - generated_before
             for sequence in ended:
-                tokens_left -= sequence.request.max_tokens - sequence.num_generated_tokens
+                tokens_left -= _most_tokens(sequence.request) - sequence.num_generated_tokens
                 finished += 1
                 following = self._end(scheduler, blocks, sequence, callbacks)
-                tokens_left += following.max_tokens if following is not None else 0
+                tokens_left += _most_tokens(following) if following is not None else 0
             if config.audit:
                 blocks.audit(scheduler.running)
             callbacks.on_step(
@@ -265,12 +277,17 @@ class Engine:
             spoiled, errors = self._runner.move_blocks(batches)
         if not errors:
             return step
-        self.stats.swap.failed_moves += len(errors)
-        touches_disk = any(Tier.DISK in (batch.source, batch.destination) for batch in batches)
+        swap = self.stats.swap
+        if not swap.failed_moves:
+            on_note(f"blocks could not be moved, their rows are computed again: {errors[0]}")
+        swap.failed_moves += len(errors)
+        if swap.failed_moves > _MOST_FAILED_MOVES:
+            raise errors[0]
         lost = blocks.lose(spoiled, scheduler.running)
-        if touches_disk and any(isinstance(error, OSError) for error in errors):
+        disk_errors = [error for error in errors if isinstance(error, OSError)]
+        if disk_errors and blocks.pool.sizes[Tier.DISK]:
             blocks.pool.close_tier(Tier.DISK)
-            on_note(f"the disk swap space failed and is not used any more: {errors[0]}")
+            on_note(f"the disk swap space failed and is not used any more: {disk_errors[0]}")
         return step.without(scheduler.recompute(lost))
 
     def _end(self, scheduler: Scheduler, blocks: BlockManager, sequence: Sequence, callbacks: _Callbacks) -> Request | None:
@@ -299,7 +316,7 @@ class Engine:
         """Longest expected rows first, so that short ones fill the tail; ties and `--sort none` keep the input order."""
         ordered = list(requests)
         if self.opened.config.sort == "length":
-            ordered.sort(key=lambda r: -(r.num_prompt_tokens + r.max_tokens))
+            ordered.sort(key=lambda r: -r.max_kv_tokens)
         return ordered
 
     def _run_step(
@@ -400,7 +417,6 @@ def _count(stats: RunStats, scheduler: Scheduler, blocks: BlockManager) -> None:
         stats.prefix.saved_tokens += scheduler.reuse.saved_tokens
     stats.prefix.evictions += blocks.pool.num_evictions
     stats.prefix.recovered_tokens += scheduler.reuse.recovered_tokens
-    stats.swap.blocks = {tier.name.lower(): blocks.pool.sizes[tier] for tier in (Tier.HOST, Tier.DISK)}
     for (source, destination), count in blocks.pool.num_moves.items():
         name = f"{source.name.lower()} to {destination.name.lower()}"
         stats.swap.moved_blocks[name] = stats.swap.moved_blocks.get(name, 0) + count
@@ -409,6 +425,11 @@ def _count(stats: RunStats, scheduler: Scheduler, blocks: BlockManager) -> None:
 
 def _nan_logits(sequence: Sequence) -> str:
     return f"the model's output after {len(sequence.token_ids)} tokens is not a number (NaN or infinite logits)"
+
+
+def _most_tokens(request: Request) -> int:
+    """Return the most tokens a request and the turns after it may get."""
+    return request.max_tokens + request.later_tokens
 
 
 def _too_large(request: Request, needed: int, blocks: BlockManager) -> RowError:
@@ -431,7 +452,7 @@ def _out_of_memory_is_told(what: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise MemoryPlanError(
             f"the device has no room for {what}: {str(error).splitlines()[0]} Use fewer --max-num-batched-tokens or "
-            "--max-num-seqs, a smaller --gpu-memory-utilization, or a device with more memory"
+            "--max-num-seqs, a smaller --gpu-memory-utilization or --swap-space, or a device with more memory"
         ) from error
 
 

@@ -96,6 +96,7 @@ def plan_job(
     num_gpu_blocks_override: int | None = None,
     swap_space_bytes: int = 0,
     disk_swap_bytes: int = 0,
+    prefix_caching: bool = False,
 ) -> Plan:
     """Plan a job from its rows' lengths.
 
@@ -130,7 +131,7 @@ def plan_job(
         if available_kv_bytes <= 0 and not num_gpu_blocks_override:
             raise MemoryPlanError(
                 f"there is no memory for the KV pool beside weights of {spec.weights_bytes:,} bytes, activations of "
-                f"{activation_peak_bytes:,} and a swap space of {swap_space_bytes:,}: the device has {device_total_bytes:,}, "
+                f"{activation_peak_bytes:,} (and --swap-space, on a CPU): the device has {device_total_bytes:,}, "
                 f"{device_free_bytes:,} of them free; use a smaller --max-num-batched-tokens, --max-num-seqs or --swap-space, "
                 "or a device with more memory"
             )
@@ -148,6 +149,8 @@ def plan_job(
     largest = np.argsort(-needs / np.maximum(n, 1), kind="stable")
     in_flight = int(np.searchsorted(np.cumsum(n[largest]), max_num_seqs)) + 1
     peak = int(needs[largest][:in_flight].sum())
+    # Beside the rows in flight, a prefix cache uses room for what later rows will look for.
+    usable = int(needs.sum()) if prefix_caching else peak
     mean_blocks = float(needs.mean()) if len(needs) else 1.0
     return Plan(
         weights_bytes=spec.weights_bytes,
@@ -161,7 +164,7 @@ def plan_job(
         max_block_num=int(max_block_num),
         host_blocks=min(swap_space_bytes // bytes_per_block, int(needs.sum())),
         disk_blocks=min(disk_swap_bytes // bytes_per_block, int(needs.sum())),
-        num_blocks=num_gpu_blocks_override or min(int(max_block_num), max(peak, 1)),
+        num_blocks=num_gpu_blocks_override or min(int(max_block_num), max(usable, 1)),
         num_rows=len(prompt_lens) + num_row_errors + num_too_long + num_empty,
         num_row_errors=num_row_errors,
         num_too_long=num_too_long + int(too_long.sum()),
@@ -195,9 +198,14 @@ def plan_requests(
         MemoryPlanError: the pool can't hold even the shortest row.
     """
     assert config.block_size and config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
-    if config.device == "cpu":  # host memory is the device's own there
-        pending_bytes += config.swap_space_bytes
+    own_swap_bytes = config.swap_space_bytes if config.device == "cpu" else 0  # host memory is the device's own there
+    pending_bytes += own_swap_bytes
     available = config.kv_cache_memory_bytes
+    if own_swap_bytes and available is not None and available + own_swap_bytes > device.free_bytes:
+        raise MemoryPlanError(
+            f"--kv-cache-memory-bytes {available:,} and --swap-space {own_swap_bytes:,} are more than the "
+            f"{device.free_bytes:,} bytes that are free"
+        )
     if available is None:
         available = available_kv_bytes(
             device, utilization=config.gpu_memory_utilization, own_bytes=own_bytes, pending_bytes=pending_bytes
@@ -214,11 +222,12 @@ def plan_requests(
         beams=np.array([r.params.beam_width > 1 for r in requests], dtype=bool),
         later_tokens=np.array([r.later_tokens for r in requests], dtype=np.int64),
         device_total_bytes=device.total_bytes,
-        device_free_bytes=device.free_bytes,
+        device_free_bytes=device.free_bytes - own_swap_bytes,
         activation_peak_bytes=activation_peak_bytes,
         available_kv_bytes=available,
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         swap_space_bytes=config.swap_space_bytes,
         disk_swap_bytes=config.disk_swap_bytes,
+        prefix_caching=config.enable_prefix_caching,
         **not_run,
     )

@@ -45,7 +45,7 @@ class CachedBlock:
     tokens: list[int]
     depth: int  # blocks before it
     address: Address
-    children: list[CachedBlock] = field(default_factory=list)
+    children: dict[bytes, CachedBlock] = field(default_factory=dict)
     last_used: int = 0
     key: Key | None = None  # None while held
     removed: bool = False
@@ -69,7 +69,7 @@ class PrefixCache:
         return len(self._blocks)
 
     def blocks(self) -> list[CachedBlock]:
-        """Return every indexed block, for audits."""
+        """Return every indexed block."""
         return list(self._blocks.values())
 
     # Names and users
@@ -104,7 +104,11 @@ class PrefixCache:
         """Count a row that is to be admitted as a user of its first full blocks."""
         assert sequence.num_expected_blocks == 0
         sequence.num_expected_blocks = num_blocks
-        self._users.update(self.digests(sequence, num_blocks))
+        for digest in self.digests(sequence, num_blocks):
+            self._users[digest] += 1
+            block = self._blocks.get(digest)
+            if block is not None and block.key is not None:
+                self._queue(block)
 
     def claim(self, sequence: Sequence) -> list[CachedBlock]:
         """Stop counting a row, which is now admitted or gone; return idle blocks that nobody will look for any more."""
@@ -166,7 +170,7 @@ class PrefixCache:
                 block = CachedBlock(digest, namespace, parent, tokens, depth, address)
                 self._blocks[digest] = block
                 if parent is not None:
-                    parent.children.append(block)
+                    parent.children[digest] = block
                 new.append(block)
             elif not self._holds(block, namespace, parent, sequence, depth):
                 break  # equal digests of different content
@@ -176,12 +180,12 @@ class PrefixCache:
     def remove(self, block: CachedBlock) -> list[CachedBlock]:
         """Take a block and all that stand behind it out of the index; return them, idle and held."""
         if block.parent is not None:
-            block.parent.children.remove(block)
+            del block.parent.children[block.digest]
         gone, stack = [], [block]
         while stack:
             block = stack.pop()
-            stack.extend(block.children)
-            block.children = []
+            stack.extend(block.children.values())
+            block.children = {}
             block.removed = True
             del self._blocks[block.digest]
             gone.append(block)

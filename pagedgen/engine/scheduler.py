@@ -55,7 +55,8 @@ class ReuseCounters:
 class Scheduler:
     """Pick each step's rows under a token budget and the pool's free blocks.
 
-    As a context manager it owns its rows' blocks: on the way out, also by an exception, all of them are returned.
+    As a context manager it owns its rows' blocks: on the way out, also by an exception, all of them are returned. Not after a
+    signal, which may have come in the middle of the bookkeeping: what it left is thrown away with the block manager.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class Scheduler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            return
         for sequence in list(self.running):
             self.finish(sequence)
         for sequence in self.waiting:

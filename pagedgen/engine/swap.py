@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from typing import IO
@@ -18,6 +19,7 @@ from ..kernels.api import Backend
 from .tiers import Address, MoveBatch, Tier
 
 _MEASURED_BLOCKS, _MEASURED_TIMES = 16, 3
+_STAGING_BYTES = 32 << 20  # moved at once
 
 
 class BlockStore:
@@ -40,9 +42,14 @@ class BlockStore:
         """
         self._kv = kv
         self._backend = backend
-        self._pinned = kv.device.type == "cuda"
-        self._host = torch.empty((host_blocks, *kv.shape[1:]), dtype=kv.dtype, pin_memory=self._pinned and host_blocks > 0)
         self._bytes_per_block = kv[0].numel() * kv.element_size()
+        self._at_once = max(1, _STAGING_BYTES // self._bytes_per_block)
+        staged = self._at_once if host_blocks or disk_blocks else 0
+        pinned = kv.device.type == "cuda"
+        self._host, self._staging = (
+            torch.empty((count, *kv.shape[1:]), dtype=kv.dtype, pin_memory=pinned and count > 0)
+            for count in (host_blocks, staged)
+        )
         self._file: IO[bytes] | None = None
         if disk_blocks:
             self._file = tempfile.TemporaryFile(dir=disk_path, buffering=0)  # noqa: SIM115 (closed by close)
@@ -82,26 +89,33 @@ class BlockStore:
             ids = ids.to(self._kv.device, dtype=torch.int32)
             self._backend.copy_blocks(self._kv, ids[0], ids[1])
             return
-        data = self._read(source, ids[0])
-        self._write(destination, ids[1], data)
+        for start in range(0, len(pairs), self._at_once):
+            some = ids[:, start : start + self._at_once]
+            staging = self._staging[: some.shape[1]]
+            self._read(source, some[0], staging)
+            self._write(destination, some[1], staging)
 
-    def _read(self, tier: Tier, ids: torch.Tensor) -> torch.Tensor:
-        """Return blocks (N, ...) in host memory."""
+    def _read(self, tier: Tier, ids: torch.Tensor, staging: torch.Tensor) -> None:
+        """Copy blocks into staging memory (N, ...)."""
         if tier == Tier.DEVICE:
-            return self._kv.index_select(0, ids.to(self._kv.device)).cpu()
-        if tier == Tier.HOST:
-            return self._host.index_select(0, ids)
+            staging.copy_(self._kv.index_select(0, ids.to(self._kv.device)))
+        elif tier == Tier.HOST:
+            torch.index_select(self._host, 0, ids, out=staging)
+        else:
+            self._through_file(os.preadv, ids, staging)
+
+    def _through_file(
+        self, transfer: Callable[[int, list[memoryview], int], int], ids: torch.Tensor, staging: torch.Tensor
+    ) -> None:
+        """Read or write blocks whole, however few bytes the system takes at once."""
         assert self._file is not None
-        data = torch.empty((len(ids), *self._kv.shape[1:]), dtype=self._kv.dtype)
-        rows = _as_bytes(data)
-        for row, block_id in zip(rows, ids.tolist(), strict=True):
+        for row, block_id in zip(_as_bytes(staging), ids.tolist(), strict=True):
             view, at = memoryview(row), block_id * self._bytes_per_block
             while len(view):
-                count = os.preadv(self._file.fileno(), [view], at)
+                count = transfer(self._file.fileno(), [view], at)
                 if count == 0:
                     raise OSError("the disk tier's file ends early")
                 view, at = view[count:], at + count
-        return data
 
     def _write(self, tier: Tier, ids: torch.Tensor, data: torch.Tensor) -> None:
         if tier == Tier.DEVICE:
@@ -109,12 +123,7 @@ class BlockStore:
         elif tier == Tier.HOST:
             self._host.index_copy_(0, ids, data)
         else:
-            assert self._file is not None
-            for row, block_id in zip(_as_bytes(data), ids.tolist(), strict=True):
-                view, at = memoryview(row), block_id * self._bytes_per_block
-                while len(view):
-                    count = os.pwrite(self._file.fileno(), view, at)
-                    view, at = view[count:], at + count
+            self._through_file(os.pwritev, ids, data)
 
     def round_trip_s(self, tier: Tier) -> float:
         """Measure the seconds a block takes to a tier and back; the store must have `measured_blocks()` blocks in each tier.

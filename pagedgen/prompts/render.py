@@ -13,7 +13,7 @@ TURNS_COLUMN = "turns"
 # In this order; the first that a row has is its prompt.
 PROMPT_COLUMNS = ("prompt", "text", "question")
 TOKEN_IDS_COLUMN = "prompt_token_ids"
-_COLUMNS = (MESSAGES_COLUMN, TURNS_COLUMN, *PROMPT_COLUMNS, TOKEN_IDS_COLUMN)
+_COLUMNS = (MESSAGES_COLUMN, *PROMPT_COLUMNS, TURNS_COLUMN, TOKEN_IDS_COLUMN)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Rendered:
 class PromptRenderer:
     """Find a row's prompt and render it.
 
-    Without named columns a row's prompt is its `messages`, else `turns`, `prompt`, `text`, `question`, else `prompt_token_ids`.
+    Without named columns a row's prompt is its `messages`, else `prompt`, `text`, `question`, `turns`, `prompt_token_ids`.
     """
 
     def __init__(self, tokenizer: Any, *, prompt_column: str | None = None, messages_column: str | None = None):
@@ -62,7 +62,7 @@ class PromptRenderer:
                 raise InputError(
                     f"no prompt column: looked for {', '.join(candidates)}, found {found}; name one with --prompt-column"
                 )
-            chat = MESSAGES_COLUMN in names or TURNS_COLUMN in names
+            chat = MESSAGES_COLUMN in names or (TURNS_COLUMN in names and not any(c in names for c in PROMPT_COLUMNS))
         if chat and not getattr(self._tokenizer, "chat_template", None):
             raise InputError(
                 "the rows hold messages, but the model's tokenizer has no chat template; pass one with --chat-template FILE"

@@ -58,11 +58,10 @@ class Conversation:
         Raises:
             RowError: the conversation can't be rendered or tokenized.
         """
-        before = self._renderer.render_chat(self._messages)
-        self._messages.append({"role": "assistant", "content": answer})
         if self.num_asked == len(self._turns):
             return None
-        self._messages.append(user_message(self._turns[self.num_asked]))
+        before = self._renderer.render_chat(self._messages)
+        self._messages += [{"role": "assistant", "content": answer}, user_message(self._turns[self.num_asked])]
         whole = self._renderer.render_chat(self._messages)
         if whole.startswith(before + answer) and self._tokenizer.decodes_to(answer_token_ids, answer):
             return [*prompt_token_ids, *answer_token_ids, *self._tokenize(whole[len(before) + len(answer) :])]

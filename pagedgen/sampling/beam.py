@@ -116,9 +116,9 @@ class BeamGroup:
             beam.token_ids = [*before[parent], token]
 
     def _finish(self, parent: int, token: int, total: np.float32, length: int) -> None:
-        score = total / np.float32(float(length) ** self.request.params.length_penalty)
+        score = float(total) / float(length) ** self.request.params.length_penalty
         generated = self.beams[parent].token_ids[self.request.num_prompt_tokens :]
-        self.finished.append(Hypothesis([*generated, token], float(score)))
+        self.finished.append(Hypothesis([*generated, token], score))
 
     def _can_stop(self, best_total: float) -> bool:
         """Return True when no running beam is expected to beat the finished ones."""

@@ -54,13 +54,19 @@ def test_beams_come_best_first_with_their_scores(tiny_model, prompts, tmp_path):
         (["--beam-width", 4, "--early-stopping", "maybe"], "--early-stopping maybe is not one of true, false, never"),
         (["--length-penalty", 2], "no effect without --beam-width"),
         (["--disk-swap", "20GiB"], "--disk-swap 20GiB is not a directory and a size"),
-        (["--disk-swap", "/tmp:"], "--disk-swap"),
+        (["--disk-swap", "/tmp:"], "--disk-swap /tmp: is not a directory and a size"),
+        (["--disk-swap", "/x:b:1MiB"], "--disk-swap /x:b: No such file"),
+        (["--beam-width", 200], "--beam-width 200 is more than --max-num-seqs 128"),
+        (["--n", 300000, "--temperature", 1], "--n 300000 is more than --max-num-seqs 128"),
+        (["--block-map", "-"], "--block-map needs the name of a file"),
         (["--disk-swap", "/no/such/place:1GiB"], "--disk-swap /no/such/place: No such file or directory"),
         (["--swap-space", "4"], "did you mean 4GiB?"),
         (["--swap-space", "900TiB"], "host memory has"),
         (["--watermark", 1], "--watermark 1.0 must be at least 0 and below 1"),
         (["--cache-salt-column", "nothing"], "--cache-salt-column nothing: no such column"),
         (["--block-map", "o.jsonl"], "--block-map o.jsonl is another output"),
+        (["--block-map", "./o.jsonl.stats.json"], "is another output"),
+        (["--swap-space", "12GiB", "--kv-cache-memory-bytes", "16GiB"], "bytes that are free"),
     ],
 )
 def test_flags_that_make_no_sense_are_told_before_weights_load(tiny_model, prompts, tmp_path, flags, named):
@@ -134,7 +140,13 @@ def test_a_row_for_each_turn(tiny_model, tmp_path, suffix):
 
 
 def test_a_conversation_that_ends_early_has_an_error_for_every_turn_it_lost(tiny_model, tmp_path):
-    rows = [{"turns": ["x" * 30, "y" * 30, "z", "and on"]}, {"turns": ["short", "short"]}, {"turns": [1, 2]}, {"turns": "text"}]
+    rows = [
+        {"turns": ["x" * 30, "y" * 30, "z", "and on"]},
+        {"turns": ["short", "short"]},
+        {"turns": [1, 2]},
+        {"turns": "text"},
+        {"turns": 3, "prompt": "a column of the same name beside a prompt"},
+    ]
     out = tmp_path / "o.jsonl"
     done = pagedgen(
         "run", tiny_model(), write_jsonl(tmp_path / "p.jsonl", rows), "-o", out, "--max-tokens", 20, "--ignore-eos",
@@ -144,8 +156,9 @@ def test_a_conversation_that_ends_early_has_an_error_for_every_turn_it_lost(tiny
     got = read_jsonl(out)
     assert [(r["row_index"], r["turn_index"], r["error_code"]) for r in got] == [
         (0, 0, None), (0, 1, "prompt_too_long"), (0, 2, "prompt_too_long"), (0, 3, "prompt_too_long"),
-        (1, 0, None), (1, 1, None), (2, 0, "not_text"), (3, 0, "not_text"),
+        (1, 0, None), (1, 1, None), (2, 0, "not_text"), (3, 0, "not_text"), (4, 0, None),
     ]  # fmt: skip
+    assert [r["num_prompt_tokens"] is None for r in got] == [False, True, True, True, False, False, True, True, False]
 
 
 def test_turns_need_a_chat_template_and_no_beams(tiny_model, tmp_path):
@@ -191,11 +204,11 @@ def test_the_block_map_can_be_looked_at(tiny_model, prompts, tmp_path):
         assert len({*used, *cached}) == len(used) + len(cached) <= 40
         assert all(0 <= filled <= 4 and refs >= 1 for *_, filled, refs in snapshot["used"])
     assert any(refs > 1 for s in block_map.snapshots for *_, refs in s["used"]), "the common beginning is shared"
-    shown = pagedgen("blocks", path, "--step", 12, "--width", 16)
+    shown = pagedgen("blocks", path, "--step", 12, "--width", 40)
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("step 10: 40 blocks of 4 tokens")
-    cells = "".join(line[8:] for line in lines[1:4])
+    cells = lines[1][8:]
     at = block_map.at(12)
     assert len(cells) == 40
     assert cells.count("·") == 40 - len(at["used"]) - len(at["cached"])
@@ -209,7 +222,11 @@ def test_files_that_are_no_block_map_are_told(tmp_path):
     header = json.dumps({"version": 1, "block_size": 4, "num_blocks": 2, "host_blocks": 0, "disk_blocks": 0, "every": 1})
     for content, named in (
         ("", "no block map"), ("[1]", "no block map"), ('{"version": 99}', "no block map"), (header + "\n", "no snapshot"),
-        (header + '\n{"step": 1}\n', "damaged"), ("\xff\xfe", "can't read"),
+        (header + '\n{"step": 1}\n', "damaged"),
+        (header + '\n{"step":0,"used":[[2,0,0,1,1]],"cached":[],"host":[],"disk":[]}\n', "damaged"),
+        (header + '\n{"step":0,"used":[["x"]],"cached":[],"host":[],"disk":[]}\n', "damaged"),
+        ("[" * 200_000, "no block map"),
+        ('{"version": 1}\n{"step":0,"used":[],"cached":[],"host":[],"disk":[]}\n', "damaged"), ("\xff\xfe", "can't read"),
     ):  # fmt: skip
         path = tmp_path / "map"
         path.write_bytes(content.encode("latin-1"))
@@ -218,3 +235,48 @@ def test_files_that_are_no_block_map_are_told(tmp_path):
         assert named in done.stderr.replace("\n", " "), content
     path.write_text(header + '\n{"step":0,"used":[],"cached":[],"host":[],"disk":[]}\n{"step":1,"us')
     assert pagedgen("blocks", path).stdout.startswith("step 0:")  # its writer was killed
+
+
+def test_a_huge_block_map_is_shown_without_its_free_blocks(tmp_path):
+    path = tmp_path / "map"
+    header = {"version": 1, "block_size": 4, "num_blocks": 10**12, "host_blocks": 3, "disk_blocks": 0, "every": 1}
+    used = [[7, 0, 0, 4, 1], [10**12 - 1, 1, 0, 1, 2]]
+    path.write_text(
+        json.dumps(header) + "\n" + json.dumps({"step": 3, "used": used, "cached": [[8, 5]], "host": [1], "disk": []})
+    )
+    done = pagedgen("blocks", path, "--width", 10)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:5] == [
+        "     0  ·······█░·", "        … 999,999,999,980 free blocks", "999999999990  ·········2",
+        "host: 1 of 3 blocks hold something",
+    ]  # fmt: skip
+
+
+def test_a_config_file_may_say_when_a_search_ends(tiny_model, prompts, tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text("beam-width = 2\nearly-stopping = true\nmax-tokens = 3\nswap-space = 0\n")
+    out = tmp_path / "o.jsonl"
+    done = pagedgen("run", tiny_model(), prompts, "-o", out, "--config", config)
+    assert done.returncode == 0, done.stderr
+    assert stats_of(out)["config"]["sampling"]["early_stopping"] is True
+    config.write_text('block-map = "a\\u0000b"\n')
+    done = pagedgen("run", tiny_model(), prompts, "-o", out, "--overwrite", "--config", config)
+    assert (done.returncode, "NUL character" in done.stderr) == (2, True)
+
+
+def test_a_row_that_asks_for_too_many_samples_is_one_error(tiny_model, tmp_path):
+    rows = [{"prompt": "x", "sampling_params": {"n": 10**9, "temperature": 1}}, {"prompt": "x"}]
+    out = tmp_path / "o.jsonl"
+    done = pagedgen("run", tiny_model(), write_jsonl(tmp_path / "p.jsonl", rows), "-o", out, "--max-tokens", 2)
+    assert done.returncode == 3, done.stderr
+    assert [r["error_code"] for r in read_jsonl(out)] == ["bad_sampling_params", None]
+
+
+def test_plan_counts_beams_and_samples(tiny_model, prompts, tmp_path):
+    peaks = []
+    for flags in ([], ["--n", 2], ["--beam-width", 4, "--no-enable-prefix-caching"]):
+        done = pagedgen("plan", tiny_model(), prompts, "--json", "--max-tokens", 50, *flags)
+        assert done.returncode == 0, done.stderr
+        peaks.append(json.loads(done.stdout)["peak_blocks_needed"])
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) == 3

@@ -152,11 +152,22 @@ def test_full_blocks_are_never_copied_for_a_beam(tiny_model, engine_run, make_pr
         ({"beam_width": 0}, "beam_width 0 must be at least 1"),
         ({"beam_width": 2, "early_stopping": "always"}, "early_stopping must be"),
         ({"beam_width": 2, "length_penalty": float("inf")}, "length_penalty must be a finite number"),
+        ({"beam_width": 2, "length_penalty": 400.0}, r"length_penalty 400.0 is outside \[-10, 10\]"),
     ],
 )
 def test_settings_that_make_no_search_are_refused(settings, named):
     with pytest.raises(ValueError, match=named):
         SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [-10, 10])
+def test_extreme_penalties_give_numbers(tiny_model, engine_run, make_prompts, length_penalty, early_stopping):
+    import math
+
+    params = SamplingParams(beam_width=2, n=2, length_penalty=length_penalty, early_stopping=early_stopping, max_tokens=300)
+    done = engine_run(tiny_model("llama", vocab_size=64)).sequences(make_prompts([5, 9], vocab_size=64), params)
+    assert all(math.isfinite(s.score) for s in done.values())
 
 
 def test_searches_that_can_not_run_here_are_row_errors(tiny_model, engine_run, make_prompts):

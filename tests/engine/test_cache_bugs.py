@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from naive_pool import NaivePool
+from naive_pool import NaivePool, num_held
 from pagedgen.kernels.api import load_backend
 
 from pagedgen.engine.batch import BlockTableArray, build_batch
@@ -238,7 +238,7 @@ def test_sglang_27631_31427_38480_what_is_read_back_is_held():
     pool.preempt(first)
     pool.admit(second)  # needs the whole device: the first row's two blocks go to the host
     pool.preempt(second)
-    assert pool.blocks.num_held(Tier.HOST) == 2
+    assert num_held(pool.blocks, Tier.HOST) == 2
     assert pool.admit(first) == 2  # in goes what it had; one of the second row's blocks takes a place that became free
     pool.check(first)
     assert pool.blocks.pool.num_moves[Tier.HOST, Tier.DEVICE] == 2
@@ -258,7 +258,7 @@ def test_tensorrt_llm_12834_12648_counts_and_free_lists_survive_swapping():
     for r in rows:
         pool.blocks.forget(r)
     pool.check()
-    assert all(pool.blocks.num_held(tier) == 0 for tier in Tier)
+    assert all(num_held(pool.blocks, tier) == 0 for tier in Tier)
 
 
 def test_tensorrt_llm_15018_a_block_whose_parent_is_gone_is_not_found():
@@ -273,7 +273,7 @@ def test_tensorrt_llm_15018_a_block_whose_parent_is_gone_is_not_found():
     head = pool.blocks.match(again)[0]
     pool.blocks.pool.give_up(head)
     assert pool.blocks.match(again) == []
-    assert pool.blocks.num_held(Tier.HOST) == pool.blocks.num_held(Tier.DEVICE) == 0
+    assert num_held(pool.blocks, Tier.HOST) == num_held(pool.blocks, Tier.DEVICE) == 0
     pool.check()
 
 
@@ -413,6 +413,52 @@ def test_an_exception_releases_every_row():
         broken_loop()
     blocks.audit([])
     assert blocks.num_free_blocks == 12
+
+
+def test_a_preempted_row_is_counted_for_all_of_its_prompt():
+    """A row that was preempted in the middle of its prompt looks for the rest too: who computes it leads, and it is kept."""
+    pool = Pool(16)
+    first, second = row(0, [*PREFIX, *PREFIX, 1]), row(1, [*PREFIX, *PREFIX, 2])
+    pool.expect(first, second)
+    assert pool.blocks.admit(first, [], 4)
+    pool.naive.compute(first, 4)
+    first.num_computed_tokens = first.num_seen_tokens = 4
+    pool.preempt(first)
+    assert pool.admit(second) == 1
+    assert [pool.blocks.cache.users(d) for d in second.digests] == [1, 1, 1, 1]
+    pool.blocks.release(second)
+    assert pool.admit(first) == 4
+    pool.check(first)
+
+
+def test_a_conversation_that_fills_the_pool_goes_on_inside_an_indexed_block():
+    """No room for a copy: the block is written in place and no longer found by others."""
+    pool = Pool(3)
+    first, later = row(0, list(range(12))), row(1, list(range(13)))
+    pool.expect(first, later)
+    pool.admit(first)
+    turn = row(0, [*range(10), 50, 51])
+    pool.blocks.hand_over(first, turn, 10)
+    assert pool.blocks.reserve(turn, 12)
+    pool.naive.make_moves()
+    pool.compute(turn)
+    pool.check(turn)
+    assert len(pool.blocks.match(later)) == 2
+
+
+def test_a_block_nobody_looks_for_is_not_copied_to_be_written():
+    pool = Pool(8)
+    first, second = row(0, list(range(12))), row(1, [*range(12), 5])
+    pool.expect(first, second)
+    pool.admit(first)
+    pool.admit(second)
+    pool.blocks.release(second)
+    turn = row(0, [*range(10), 50, 51])
+    pool.blocks.hand_over(first, turn, 10)
+    assert pool.blocks.reserve(turn, 12)
+    assert pool.blocks.take_moves() == []
+    pool.compute(turn)
+    pool.check(turn)
 
 
 def test_a_table_wider_than_the_array_does_not_touch_its_neighbour():

@@ -57,6 +57,15 @@ def test_a_common_prefix_is_computed_once_though_all_rows_come_together(tiny_mod
     assert sum(s.num_cached_tokens for s in done.values()) == stats.prefix.saved_tokens
 
 
+def test_free_memory_keeps_what_later_rows_look_for(tiny_model, engine_run, make_prompts):
+    """Many groups whose rows come in turns, few rows in flight: the pool has room for more than the rows in flight."""
+    prompts = shared_prompts(make_prompts, num_groups=8, rows=4, prefix=32)
+    run = engine_run(tiny_model("llama"), block_size=4, max_num_seqs=3)
+    run.sequences(prompts, PARAMS)
+    assert run.stats.prefix.evictions == 0
+    assert run.stats.prefix.saved_tokens == run.stats.prefix.shareable_tokens == 8 * 3 * 32
+
+
 def test_rows_that_share_nothing_are_not_kept_waiting(tiny_model, engine_run, make_prompts):
     prompts = [*shared_prompts(make_prompts, num_groups=1), *make_prompts([9, 9], seed=7)]
     run = engine_run(tiny_model("llama"), block_size=4, sort="none")

@@ -174,7 +174,7 @@ def test_a_failed_move_spoils_what_depends_on_it(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "pwrite", fails)
+    monkeypatch.setattr(os, "pwritev", fails)
     moves = [
         ((Tier.DEVICE, 0), (Tier.DISK, 0)), ((Tier.DISK, 0), (Tier.HOST, 0)), ((Tier.HOST, 0), (Tier.DEVICE, 1)),
         ((Tier.DEVICE, 2), (Tier.HOST, 1)), ((Tier.DEVICE, 3), (Tier.DEVICE, 1)),
@@ -229,6 +229,41 @@ def test_swap_space_that_is_not_there_is_refused(tiny_model, engine_run, tmp_pat
         engine_run(model, disk_swap_path=str(tmp_path))
 
 
+def test_a_disk_that_fails_while_it_is_measured_is_not_used(tiny_model, engine_run, make_prompts, tmp_path, monkeypatch):
+    run, notes = engine_run(tiny_model("llama"), disk_swap_path=str(tmp_path), disk_swap_bytes=MIB), []
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", fails)
+    request = run.engine.opened.make_request(0, make_prompts([9])[0], PARAMS)
+    done = []
+    run.engine.generate(
+        [request],
+        run.engine.plan([request]),
+        on_finished=lambda s: done.append(s.num_generated_tokens),
+        on_error=lambda *error: pytest.fail(str(error)),
+        on_note=notes.append,
+    )
+    assert done == [24]
+    assert notes[0] == "the disk swap space failed: [Errno 28] No space left on device"
+
+
+def test_large_moves_go_through_bounded_memory(tmp_path, monkeypatch):
+    kv = torch.randn(40, 2, 2, 1, 4, 8)
+    monkeypatch.setattr("pagedgen.engine.swap._STAGING_BYTES", 3 * kv[0].numel() * 4)
+    store = BlockStore(kv, load_backend("cpu"), host_blocks=20, disk_blocks=20, disk_path=str(tmp_path))
+    before = kv.clone()
+    assert len(store._staging) == 3
+    for tier in (Tier.HOST, Tier.DISK):
+        there = [(Address(Tier.DEVICE, i), Address(tier, 19 - i)) for i in range(20)]
+        back = [(Address(tier, 19 - i), Address(Tier.DEVICE, 20 + i)) for i in range(20)]
+        assert store.move(batch_moves(there + back)) == (set(), [])
+        assert torch.equal(kv[20:], before[:20])
+        kv[20:] = before[20:]
+    store.close()
+
+
 def test_a_disk_that_fills_up_costs_recomputation_and_nothing_else(
     tiny_model, engine_run, make_prompts, eager_admission, always_worth_it, tmp_path, monkeypatch
 ):
@@ -236,15 +271,15 @@ def test_a_disk_that_fills_up_costs_recomputation_and_nothing_else(
     settings = {"block_size": 4, "num_gpu_blocks_override": 24}
     want = engine_run(tiny_model("llama"), **settings).answer(prompts, PARAMS)
     run = engine_run(tiny_model("llama"), disk_swap_path=str(tmp_path), disk_swap_bytes=MIB, **settings)
-    pwrite, written = os.pwrite, []
+    pwritev, written = os.pwritev, []
 
     def full(fd, data, at):
         written.append(at)
         if len(written) > 20:
             raise OSError(28, "No space left on device")
-        return pwrite(fd, data, at)
+        return pwritev(fd, data, at)
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     requests = [run.engine.opened.make_request(i, p, PARAMS) for i, p in enumerate(prompts)]
     done = {}
     run.engine.generate(
@@ -255,5 +290,8 @@ def test_a_disk_that_fills_up_costs_recomputation_and_nothing_else(
         on_note=notes.append,
     )
     assert done == want
-    assert notes == ["the disk swap space failed and is not used any more: [Errno 28] No space left on device"]
+    assert notes == [
+        "blocks could not be moved, their rows are computed again: [Errno 28] No space left on device",
+        "the disk swap space failed and is not used any more: [Errno 28] No space left on device",
+    ]
     assert run.engine.stats.swap.failed_moves > 0
