@@ -1,5 +1,7 @@
-"""A fault at every allocation, every copy and every step in turn (in CI at 30 of each, spread over all): the counts stay right and
-nobody else notices."""
+"""A fault at every allocation, every copy and every step in turn (in CI at 30 of each, spread over all).
+
+The counts stay right and nobody else notices.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,6 @@ from pagedgen.engine.swap import BlockStore
 from pagedgen.engine.tiers import Tier
 from pagedgen.sampling_params import SamplingParams
 from pagedgen.stats import RunStats
-
 
 NIGHTLY = os.environ.get("PAGEDGEN_PROFILE") == "nightly"
 
