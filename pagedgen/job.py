@@ -59,7 +59,7 @@ class Progress(Protocol):
         """Generation of so many rows begins."""
 
     def step(self, report: Any) -> None:
-        """A step has ended (`engine.engine.StepReport`)."""
+        """A step has ended (`engine.generation.StepReport`)."""
 
     def note(self, text: str) -> None:
         """Something the user should know that is no error."""

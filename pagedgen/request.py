@@ -86,7 +86,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.digests: list[bytes] = []  # of its first full blocks, owned by engine/prefix_cache.py
         self.num_expected_blocks = 0  # of these, how many are counted as to be used when it is admitted
-        self.leading: list[bytes] = []  # digests of blocks that others wait for, owned by engine/scheduler.py
+        self.leading: list[bytes] = []  # digests of blocks it computes for others too, owned by engine/leaders.py
         self.order = 0  # place in the queue, owned by engine/scheduler.py
         self.num_preemptions = 0
         self.finish_reason: str | None = None

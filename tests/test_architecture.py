@@ -41,7 +41,7 @@ ALLOWED = {
 }
 NO_TORCH = [
     f"pagedgen.engine.{m}"
-    for m in ("scheduler", "block_manager", "block_pool", "prefix_cache", "tiers", "planner", "batch", "block_map")
+    for m in ("scheduler", "block_manager", "block_pool", "leaders", "prefix_cache", "tiers", "planner", "batch", "block_map")
 ]
 
 

@@ -1,12 +1,9 @@
-"""The loop: schedule → run → postprocess, until every row has ended."""
+"""A loaded model that answers requests: what it holds between calls, what a call needs, and the plan for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from time import perf_counter
-from typing import TYPE_CHECKING
 
 from ..errors import MemoryPlanError, RowError
 from ..model import loader
@@ -18,41 +15,15 @@ from ..sampling_params import SamplingParams
 from ..stats import RunStats
 from ..threads import set_threads
 from . import memory
-from .batch import BlockTableArray, PackedBatch, build_batch
+from .batch import BlockTableArray
 from .block_manager import BlockManager
 from .block_map import BlockMapWriter
+from .generation import Callbacks, Generation, StepReport, too_large
 from .model_runner import ModelRunner
 from .opened import OpenedModel
 from .planner import Plan, plan_requests
-from .scheduler import ScheduledStep, Scheduler
+from .scheduler import Scheduler
 from .tiers import Tier
-
-if TYPE_CHECKING:
-    import torch
-
-
-_MOST_FAILED_MOVES = 100  # then the device is broken, not unlucky
-
-
-@dataclass(frozen=True)
-class _Callbacks:
-    """Who is told what; see `Engine.generate`."""
-
-    on_finished: Callable[[Sequence], Request | None]
-    on_error: Callable[[Request, int, RowError], None]
-    on_step: Callable[[StepReport], None]
-    on_note: Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What progress shows after a step."""
-
-    num_finished: int
-    generated_tokens: int
-    tokens_left: int  # that the unfinished rows may still get
-    used_blocks: int
-    total_blocks: int
 
 
 class Engine:
@@ -156,7 +127,7 @@ class Engine:
                 needed = blocks.blocks_needed(request)
                 if needed > blocks.num_blocks:
                     for sample in range(request.params.n):
-                        on_error(request, sample, _too_large(request, needed, blocks))
+                        on_error(request, sample, too_large(request, needed, blocks))
                     continue
                 sequence = Sequence(request)
                 if request.params.beam_width > 1:
@@ -172,7 +143,19 @@ class Engine:
             )
         try:
             with scheduler:
-                self._loop(scheduler, blocks, _Callbacks(on_finished, on_error, on_step, on_note), block_map)
+                Generation(
+                    runner=self._runner,
+                    sampler=self._sampler,
+                    stops=StopChecker(self.opened.tokenizer),
+                    scheduler=scheduler,
+                    blocks=blocks,
+                    tables=BlockTableArray(self._max_num_seqs),
+                    stats=stats,
+                    callbacks=Callbacks(on_finished, on_error, on_step, on_note),
+                    block_map=block_map,
+                    audit=config.audit,
+                ).run()
+            stats.peak_memory_bytes = _peak_bytes(config.device)
             if config.audit:
                 blocks.audit([])
         finally:
@@ -190,15 +173,17 @@ class Engine:
                         self._round_trip_s[tier] = self._measure_tier(tier, on_note)
                 round_trip_s = self._round_trip_s[tier]
                 if round_trip_s >= recompute_s:
-                    on_note(
-                        f"the {tier.name.lower()} swap space is not used: a block takes {round_trip_s * 1e3:.2f} ms there and "
-                        f"back, computing it again {recompute_s * 1e3:.2f} ms"
-                    )
                     num_blocks = 0
+                    if round_trip_s < float("inf"):
+                        on_note(
+                            f"the {tier.name.lower()} swap space is not used: a block takes {round_trip_s * 1e3:.2f} ms there "
+                            f"and back, computing it again {recompute_s * 1e3:.2f} ms"
+                        )
             sizes.append(num_blocks)
         self.stats.swap.recompute_s_per_block = recompute_s
         self.stats.swap.blocks = {"host": sizes[0], "disk": sizes[1]}
-        self.stats.swap.round_trip_s_per_block = {tier.name.lower(): s for tier, s in self._round_trip_s.items()}
+        measured = {tier.name.lower(): s for tier, s in self._round_trip_s.items() if s < float("inf")}
+        self.stats.swap.round_trip_s_per_block = measured
         return sizes[0], sizes[1]
 
     def _measure_tier(self, tier: Tier, on_note: Callable[[str], None]) -> float:
@@ -206,111 +191,8 @@ class Engine:
         try:
             return self._runner.round_trip_s(tier, self.opened.config.disk_swap_path)
         except OSError as error:
-            on_note(f"the disk swap space failed: {error}")
+            on_note(f"the disk swap space failed while it was measured: {error}")
             return float("inf")
-
-    def _loop(
-        self,
-        scheduler: Scheduler,
-        blocks: BlockManager,
-        callbacks: _Callbacks,
-        block_map: BlockMapWriter | None,
-    ) -> None:
-        """Step until every row has ended."""
-        config, stats = self.opened.config, self.stats
-        tables = BlockTableArray(self._max_num_seqs)
-        stops = StopChecker(self.opened.tokenizer)
-        finished = 0
-        tokens_left = sum(_most_tokens(s.request) * s.request.params.n for s in scheduler.waiting)
-        start = perf_counter()
-        stats.startup_s = start - stats.started
-        while scheduler.has_unfinished:
-            generated_before = stats.generated_tokens
-            with stats.timed("schedule"):
-                step = scheduler.schedule()
-            step = self._make_moves(scheduler, blocks, step, callbacks.on_note)
-            tables.update(scheduler.running)
-            if not step.sequences:
-                continue  # what its rows need could not be moved: they wait again
-            with stats.timed("schedule"):
-                batch = build_batch(step, tables, blocks.block_size)
-            ended = self._run_step(scheduler, blocks, step, batch, tables, stops)
-            stats.blocks.record(
-                stats.num_steps,
-                used=blocks.num_used_blocks,
-                cached=blocks.num_cached_blocks,
-                slots=blocks.filled_slots(scheduler.running),
-                entries=sum(len(s.block_table) for s in scheduler.running),
-                tables=len(scheduler.running),
-                waiting=scheduler.num_waiting,
-            )
-            if block_map is not None:
-                block_map.record(stats.num_steps, scheduler.running, blocks)
-            stats.num_steps += 1
-            tokens_left -= stats.generated_tokens - generated_before
-            for sequence in ended:
-                tokens_left -= _most_tokens(sequence.request) - sequence.num_generated_tokens
-                finished += 1
-                following = self._end(scheduler, blocks, sequence, callbacks)
-                tokens_left += _most_tokens(following) if following is not None else 0
-            if config.audit:
-                blocks.audit(scheduler.running)
-            callbacks.on_step(
-                StepReport(finished, stats.generated_tokens, tokens_left, blocks.num_used_blocks, blocks.num_blocks)
-            )
-        assert blocks.num_used_blocks == 0, f"{blocks.num_used_blocks} blocks leaked"
-        stats.generate_s += perf_counter() - start
-        _count(stats, scheduler, blocks)
-        stats.peak_memory_bytes = _peak_bytes(config.device)
-
-    def _make_moves(
-        self, scheduler: Scheduler, blocks: BlockManager, step: ScheduledStep, on_note: Callable[[str], None]
-    ) -> ScheduledStep:
-        """Copy and move blocks as the schedule wants; return the step less rows whose K/V could not be moved.
-
-        A failure costs those rows a recomputation, nothing else. A disk that failed is not used again.
-        """
-        batches = blocks.take_moves()
-        if not batches:
-            return step
-        with self.stats.timed("move"):
-            spoiled, errors = self._runner.move_blocks(batches)
-        if not errors:
-            return step
-        swap = self.stats.swap
-        if not swap.failed_moves:
-            on_note(f"blocks could not be moved, their rows are computed again: {errors[0]}")
-        swap.failed_moves += len(errors)
-        if swap.failed_moves > _MOST_FAILED_MOVES:
-            raise errors[0]
-        lost = blocks.lose(spoiled, scheduler.running)
-        disk_errors = [error for error in errors if isinstance(error, OSError)]
-        if disk_errors and blocks.pool.sizes[Tier.DISK]:
-            blocks.pool.close_tier(Tier.DISK)
-            on_note(f"the disk swap space failed and is not used any more: {disk_errors[0]}")
-        return step.without(scheduler.recompute(lost))
-
-    def _end(self, scheduler: Scheduler, blocks: BlockManager, sequence: Sequence, callbacks: _Callbacks) -> Request | None:
-        """Hand out what came of a sequence and return its blocks, or go on with the next turn, whose request is returned."""
-        beams = sequence.beam_group is not None  # its beams have left, this is one of their answers
-        if sequence.finish_reason == "error":
-            if not beams:
-                scheduler.finish(sequence)
-            callbacks.on_error(sequence.request, sequence.sample_index, RowError("nan_logits", _nan_logits(sequence)))
-            return None
-        following = callbacks.on_finished(sequence)
-        if beams:
-            assert following is None
-            return None
-        if following is not None and blocks.blocks_needed(following) > blocks.num_blocks:
-            needed = blocks.blocks_needed(following)
-            callbacks.on_error(following, sequence.sample_index, _too_large(following, needed, blocks))
-            following = None
-        if following is None:
-            scheduler.finish(sequence)
-        else:
-            scheduler.next_turn(sequence, following)
-        return following
 
     def _in_order(self, requests: Iterable[Request]) -> list[Request]:
         """Longest expected rows first, so that short ones fill the tail; ties and `--sort none` keep the input order."""
@@ -318,128 +200,6 @@ class Engine:
         if self.opened.config.sort == "length":
             ordered.sort(key=lambda r: -r.max_kv_tokens)
         return ordered
-
-    def _run_step(
-        self,
-        scheduler: Scheduler,
-        blocks: BlockManager,
-        step: ScheduledStep,
-        batch: PackedBatch,
-        tables: BlockTableArray,
-        stops: StopChecker,
-    ) -> list[Sequence]:
-        """Run one batch and give each sampled row its token; return the rows that ended."""
-        stats = self.stats
-        begin = perf_counter()
-        logits = self._runner.run(batch, tables)
-        self._runner.synchronize()  # sampling would wait all the same; here the wait is counted where it belongs
-        ran = perf_counter()
-        # A mixed step's time is shared by tokens: prefill and decode rows run in the same GEMMs.
-        share = step.num_decodes / batch.num_tokens
-        stats.add_time("decode", (ran - begin) * share)
-        stats.add_time("prefill", (ran - begin) * (1 - share))
-        scheduler.advance(step)
-        stats.computed_tokens += batch.num_tokens
-        sampled, sources = [], []  # every row's logits serve all samples that are forked from it now
-        beams, beam_sources = [], []
-        for place, row in enumerate(batch.sample_rows):
-            sequence = step.sequences[row]
-            if sequence.beam_group is not None:
-                beams.append(sequence)
-                beam_sources.append(place)
-                continue
-            family = [sequence, *scheduler.fork(sequence)] if sequence.num_pending_samples else [sequence]
-            sampled += family
-            sources += [place] * len(family)
-        ended = self._search(scheduler, blocks, stops, logits[beam_sources], beams) if beams else []
-        if sources != list(range(len(batch.sample_rows))):
-            logits = logits[sources]
-        if sampled:
-            for sequence, token in zip(sampled, self._sampler(logits, sampled), strict=True):
-                if token < 0:
-                    sequence.finish_reason = "error"
-                    ended.append(sequence)
-                    continue
-                sequence.token_ids.append(token)
-                stats.generated_tokens += 1
-                if stops.check(sequence):
-                    ended.append(sequence)
-        stats.add_time("sample", perf_counter() - ran)
-        return ended
-
-    def _search(
-        self, scheduler: Scheduler, blocks: BlockManager, stops: StopChecker, logits: torch.Tensor, beams: list[Sequence]
-    ) -> list[Sequence]:
-        """Advance the beam searches whose beams were computed; return the answers of those that ended."""
-        ended: list[Sequence] = []
-        for beam, values, ids in zip(beams, *self._sampler.continuations(logits, beams), strict=True):
-            group = beam.beam_group
-            if group.is_suspended:  # the prompt was computed again; its logits are known to lead to these beams
-                group.resume(scheduler.fork(beam))
-                continue
-            if beam not in group.beams:
-                continue  # the search ended on another beam's broken logits
-            if not len(values):
-                answers = [Sequence(group.request, i) for i in range(group.request.params.n)]
-                for answer in answers:
-                    answer.finish_reason = "error"
-            elif group.offer(beam, values, ids):
-                selection = group.select()
-                if selection is not None:
-                    if len(group.beams) == 1:
-                        group.beams += scheduler.fork(beam)
-                    else:
-                        blocks.reorder(group.beams, selection.parents)
-                    group.extend(selection)
-                    continue
-                answers = stops.beam_answers(group)
-            else:
-                continue
-            for answer in answers:
-                answer.beam_group = group
-                answer.num_cached_tokens = beam.num_cached_tokens
-                self.stats.generated_tokens += answer.num_generated_tokens
-            for member in group.beams:
-                scheduler.finish(member)
-            group.beams = []
-            ended += answers
-        return ended
-
-
-def _count(stats: RunStats, scheduler: Scheduler, blocks: BlockManager) -> None:
-    """Add up what scheduler and block manager counted."""
-    stats.preemptions += scheduler.num_preemptions
-    stats.recomputed_tokens += scheduler.num_recomputed_tokens
-    stats.kept_tokens += scheduler.reuse.kept_tokens
-    if stats.prefix.enabled:
-        stats.prefix.hit_rows += scheduler.reuse.hit_rows
-        stats.prefix.hit_blocks += scheduler.reuse.hit_blocks
-        stats.prefix.saved_tokens += scheduler.reuse.saved_tokens
-    stats.prefix.evictions += blocks.pool.num_evictions
-    stats.prefix.recovered_tokens += scheduler.reuse.recovered_tokens
-    for (source, destination), count in blocks.pool.num_moves.items():
-        name = f"{source.name.lower()} to {destination.name.lower()}"
-        stats.swap.moved_blocks[name] = stats.swap.moved_blocks.get(name, 0) + count
-    stats.blocks.final_used, stats.blocks.final_cached = blocks.num_used_blocks, blocks.num_cached_blocks
-
-
-def _nan_logits(sequence: Sequence) -> str:
-    return f"the model's output after {len(sequence.token_ids)} tokens is not a number (NaN or infinite logits)"
-
-
-def _most_tokens(request: Request) -> int:
-    """Return the most tokens a request and the turns after it may get."""
-    return request.max_tokens + request.later_tokens
-
-
-def _too_large(request: Request, needed: int, blocks: BlockManager) -> RowError:
-    beams = f" in {request.params.beam_width} beams" if request.params.beam_width > 1 else ""
-    later = f", up to {request.later_tokens} in later turns" if request.later_tokens else ""
-    return RowError(
-        "kv_pool_too_small",
-        f"the row needs {needed} blocks of {blocks.block_size} tokens ({request.num_prompt_tokens} prompt tokens, up to "
-        f"{request.max_tokens} generated{beams}{later}), the pool has {blocks.num_blocks}",
-    )
 
 
 @contextmanager

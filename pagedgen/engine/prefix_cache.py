@@ -96,10 +96,6 @@ class PrefixCache:
         """Return how many rows still to be admitted will look for a digest."""
         return self._users.get(digest, 0)
 
-    @property
-    def any_users(self) -> bool:
-        return bool(self._users)
-
     def expect(self, sequence: Sequence, num_blocks: int) -> None:
         """Count a row that is to be admitted as a user of its first full blocks."""
         assert sequence.num_expected_blocks == 0

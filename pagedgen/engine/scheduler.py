@@ -20,6 +20,7 @@ from types import TracebackType
 
 from ..request import Request, Sequence
 from .block_manager import BlockManager
+from .leaders import Leaders
 
 
 @dataclass
@@ -79,9 +80,7 @@ class Scheduler:
         self._expected_share = expected_share
         self._waiting: list[tuple[int, int, Sequence]] = []  # a heap by place in the queue and sample
         self._num_added = 0
-        self._leaders: dict[bytes, Sequence] = {}  # digest -> the running row that computes its block
-        self._followers: dict[bytes, list[Sequence]] = {}
-        self._num_followers = 0
+        self._leaders = Leaders()
         self.running: list[Sequence] = []  # oldest admission first
         self.reuse = ReuseCounters()
         self.num_preemptions = 0
@@ -98,8 +97,7 @@ class Scheduler:
         for sequence in self.waiting:
             self._blocks.forget(sequence)
         self._waiting.clear()
-        self._followers.clear()
-        self._num_followers = 0
+        self._leaders = Leaders()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those already waiting."""
@@ -115,15 +113,15 @@ class Scheduler:
     @property
     def waiting(self) -> list[Sequence]:
         """Return the rows that are not running."""
-        return [s for _, _, s in self._waiting] + [s for group in self._followers.values() for s in group]
+        return [s for _, _, s in self._waiting] + self._leaders.followers()
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._num_followers
+        return len(self._waiting) + self._leaders.num_followers
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._waiting or self._num_followers or self.running)
+        return bool(self.num_waiting or self.running)
 
     def schedule(self) -> ScheduledStep:
         """Choose the next step's rows and reserve the slots they write."""
@@ -170,13 +168,11 @@ class Scheduler:
             sequence.num_seen_tokens = max(end, sequence.num_seen_tokens)
             if sequence.leading:
                 self._blocks.index(sequence)
-                full = end // self._blocks.block_size
-                settled = set(sequence.digests[:full])
-                self._stop_leading(sequence, [d for d in sequence.leading if d in settled])
+                self._let_go(self._leaders.settle(sequence, sequence.digests[: end // self._blocks.block_size]))
 
     def finish(self, sequence: Sequence) -> None:
         """Take a finished sequence out and return its blocks at once."""
-        self._stop_leading(sequence, sequence.leading)
+        self._let_go(self._leaders.settle(sequence, sequence.digests))
         self._blocks.release(sequence)
         self.running.remove(sequence)
 
@@ -188,10 +184,7 @@ class Scheduler:
         self._blocks.forget(sequence)
         self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
         heapq.heapify(self._waiting)
-        for group in self._followers.values():
-            if sequence in group:
-                group.remove(sequence)
-                self._num_followers -= 1
+        self._leaders.forget(sequence)
 
     def fork(self, parent: Sequence) -> list[Sequence]:
         """Start the other samples or beams of a row whose prompt was just computed, with its blocks and behind it."""
@@ -212,7 +205,7 @@ class Scheduler:
         successor.num_pending_samples = 0
         successor.order = sequence.order
         kept = min(_common_prefix(sequence, successor), successor.num_prompt_tokens - 1)
-        self._stop_leading(sequence, sequence.leading)
+        self._let_go(self._leaders.settle(sequence, sequence.digests))
         self._blocks.hand_over(sequence, successor, kept)
         successor.num_cached_tokens = successor.num_seen_tokens = kept
         self.reuse.kept_tokens += kept
@@ -260,7 +253,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         self._blocks.preempt(sequence)
         sequence.num_computed_tokens = 0
-        self._stop_leading(sequence, sequence.leading)
+        self._let_go(self._leaders.settle(sequence, sequence.digests))
         self.running.remove(sequence)
         self._queue(sequence)
         return left
@@ -282,7 +275,8 @@ class Scheduler:
             if num_seqs + 1 + sequence.num_pending_samples > self._max_num_seqs:
                 return
             hits = self._blocks.match(sequence)
-            if self._follow(sequence, len(hits)):
+            if self._leaders.follow(sequence, self._shared_digests(sequence, len(hits))):
+                heapq.heappop(self._waiting)
                 continue
             needed = self._blocks.blocks_to_take(hits, max(self._expected_blocks(sequence), len(hits)))
             if self.running and needed + growth + self._watermark_blocks > self._blocks.num_available_blocks:
@@ -294,12 +288,20 @@ class Scheduler:
                 return
             heapq.heappop(self._waiting)
             self._count_hits(sequence, len(hits))
-            self._lead(sequence)
+            self._leaders.lead(sequence, self._shared_digests(sequence, len(hits)), self._blocks.cache.users)
             growth += max(0, self._expected_blocks(sequence) - len(sequence.block_table))
             num_seqs += 1 + sequence.num_pending_samples
             self.running.append(sequence)
             prefills.append((sequence, chunk))
             prefill_budget -= chunk
+
+    def _shared_digests(self, sequence: Sequence, num_hits: int) -> list[bytes]:
+        """Return the digests of the blocks behind the ones found that others can look for too."""
+        return sequence.digests[num_hits : (len(sequence.token_ids) - 1) // self._blocks.block_size]
+
+    def _let_go(self, followers: list[Sequence]) -> None:
+        for follower in followers:
+            self._queue(follower)
 
     def _count_hits(self, sequence: Sequence, num_hits: int) -> None:
         tokens = sequence.num_computed_tokens
@@ -310,41 +312,6 @@ class Scheduler:
         self.reuse.hit_rows += num_hits > 0
         self.reuse.hit_blocks += num_hits
         self.reuse.saved_tokens += tokens
-
-    # Leaders and followers
-
-    def _lead(self, sequence: Sequence) -> None:
-        """Note the blocks a row is going to compute that waiting rows will look for."""
-        if not self._blocks.cache.any_users:
-            return
-        first = sequence.num_computed_tokens // self._blocks.block_size
-        for digest in sequence.digests[first:]:
-            if self._blocks.cache.users(digest) and digest not in self._leaders:
-                self._leaders[digest] = sequence
-                sequence.leading.append(digest)
-
-    def _follow(self, sequence: Sequence, num_hits: int) -> bool:
-        """Let the first row of the queue wait for its leader, if it has one; it will ask again when its blocks are there."""
-        awaited = None
-        for digest in sequence.digests[num_hits : (len(sequence.token_ids) - 1) // self._blocks.block_size]:
-            if digest not in self._leaders:
-                break
-            awaited = digest  # the last of those being computed: one wait is enough
-        if awaited is None:
-            return False
-        heapq.heappop(self._waiting)
-        self._followers.setdefault(awaited, []).append(sequence)
-        self._num_followers += 1
-        return True
-
-    def _stop_leading(self, sequence: Sequence, digests: list[bytes]) -> None:
-        """Let go who waits for some of the blocks of a row: they are there, or never will be."""
-        for digest in list(digests):
-            sequence.leading.remove(digest)
-            del self._leaders[digest]
-            for follower in self._followers.pop(digest, ()):
-                self._num_followers -= 1
-                self._queue(follower)
 
     def _expected_blocks(self, sequence: Sequence) -> int:
         """Return the blocks a row is expected to need in the end, those of samples not yet forked included."""

@@ -185,7 +185,7 @@ def test_copies_that_always_fail_end_the_run_with_their_error(job, watched, monk
         raise RuntimeError("the device is broken")
 
     monkeypatch.setattr(BlockStore, "_move_batch", fails)
-    monkeypatch.setattr("pagedgen.engine.engine._MOST_FAILED_MOVES", 3)
+    monkeypatch.setattr("pagedgen.engine.generation._MOST_FAILED_MOVES", 3)
     with pytest.raises(RuntimeError, match="the device is broken"):
         job.answer()
     assert_nothing_left(watched[-1])

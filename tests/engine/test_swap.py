@@ -246,7 +246,7 @@ def test_a_disk_that_fails_while_it_is_measured_is_not_used(tiny_model, engine_r
         on_note=notes.append,
     )
     assert done == [24]
-    assert notes[0] == "the disk swap space failed: [Errno 28] No space left on device"
+    assert notes[0] == "the disk swap space failed while it was measured: [Errno 28] No space left on device"
 
 
 def test_large_moves_go_through_bounded_memory(tmp_path, monkeypatch):
