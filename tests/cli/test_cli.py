@@ -6,24 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pyarrow.parquet as pq
 import pytest
-
-ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-COMMAND = [sys.executable, "-c", "from pagedgen.cli.main import main; main()"]
-
-
-def pagedgen(*args, **options):
-    return subprocess.run(
-        [*COMMAND, *map(str, args)], capture_output=True, text=True, env=ENV, timeout=120, check=False, **options
-    )
-
-
-def read_jsonl(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from command import COMMAND, ENV, pagedgen, read_jsonl
 
 
 @pytest.fixture

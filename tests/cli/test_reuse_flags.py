@@ -8,7 +8,7 @@ from itertools import pairwise
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_cli import pagedgen, read_jsonl
+from command import pagedgen, read_jsonl
 
 from pagedgen.engine.block_map import read_block_map
 from pagedgen.errors import InputError
