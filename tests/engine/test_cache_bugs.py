@@ -15,6 +15,7 @@ from pagedgen.kernels.api import load_backend
 from pagedgen.engine.batch import BlockTableArray, build_batch
 from pagedgen.engine.block_manager import BlockManager
 from pagedgen.engine.kv_cache import KVCache
+from pagedgen.engine.prefix_cache import blake2b_128
 from pagedgen.engine.scheduler import ScheduledStep, Scheduler
 from pagedgen.engine.swap import BlockStore
 from pagedgen.engine.tiers import Address, Tier, batch_moves
@@ -123,6 +124,44 @@ def test_openvino_genai_3722_equal_digests_of_other_tokens_are_no_hit():
     again = row(3, rows[0].token_ids)
     assert len(pool.blocks.match(again)) == 1  # its own first block; the second's digest was taken by the first
     pool.check(*rows)
+
+
+def test_equal_digests_behind_another_parent_or_in_another_namespace_are_no_hit():
+    """A hash that sees a block's own tokens only, and one that sees nothing: the comparison alone tells them apart."""
+    same = [7, 8, 9, 10]
+    pool = Pool(12, hash_block=lambda data: blake2b_128(data[-32:]))
+    first, other = row(0, [1, 1, 1, 1, *same, 5]), row(1, [2, 2, 2, 2, *same, 5])
+    pool.expect(first, other, row(2, first.token_ids))
+    pool.admit(first)
+    assert pool.admit(other) == 0
+    pool.check(first, other)
+    pool.blocks.release(first)
+    assert len(pool.blocks.match(row(3, first.token_ids))) == 2
+    assert len(pool.blocks.match(row(4, [2, 2, 2, 2, *same, 5]))) == 1  # its second block could not be indexed
+    pool = Pool(12, hash_block=lambda data: b"")
+    first, other = row(0, [*same, 5]), row(1, [*same, 5], salt="a")
+    pool.expect(first, other, row(2, [*same, 5]))
+    pool.admit(first)
+    assert pool.admit(other) == 0
+    pool.check(first, other)
+
+
+def test_blocks_with_the_fewest_remaining_users_go_first():
+    """Then the least recently used, then tails; a user that comes back (a preempted row) counts at once."""
+    pool = Pool(6)
+    a, b = [row(i, [i] * 9) for i in (1, 2)]
+    pool.expect(a, b, *(row(9, [1] * 9) for _ in range(2)), row(9, [2] * 9))
+    for r in (b, a):
+        pool.admit(r)
+        pool.blocks.release(r)
+    first_to_go = pool.blocks.cache.first_to_go(Tier.DEVICE)
+    assert (first_to_go.tokens, first_to_go.depth) == ([2] * 4, 1)
+    pool.expect(*(row(9, [2] * 9) for _ in range(2)))
+    first_to_go = pool.blocks.cache.first_to_go(Tier.DEVICE)
+    assert (first_to_go.tokens, first_to_go.depth) == ([1] * 4, 1)
+    pool.expect(row(9, [1] * 9))  # as many users now: the one released first goes first
+    first_to_go = pool.blocks.cache.first_to_go(Tier.DEVICE)
+    assert (first_to_go.tokens, first_to_go.depth) == ([2] * 4, 1)
 
 
 def test_kvcached_362_a_digest_does_not_outlive_its_block():
