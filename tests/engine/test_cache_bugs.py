@@ -454,6 +454,27 @@ def test_an_exception_releases_every_row():
     assert blocks.num_free_blocks == 12
 
 
+def test_a_leader_that_is_preempted_lets_its_followers_go_and_does_not_follow_itself():
+    blocks = BlockManager(12, 4)
+    scheduler = Scheduler(blocks, max_num_seqs=3, max_num_batched_tokens=5)
+    leader, follower = row(0, [*PREFIX, *PREFIX, 1]), row(1, [*PREFIX, *PREFIX, 2])
+    for r in (leader, follower):
+        scheduler.add(r)
+    scheduler.advance(scheduler.schedule())  # the first of four chunks
+    scheduler.schedule()
+    assert scheduler.running == [leader]
+    assert scheduler.num_waiting == 1
+    scheduler._preempt(leader)
+    assert sorted(s.request.row_index for s in scheduler.waiting) == [0, 1]
+    for _ in range(12):
+        scheduler.advance(scheduler.schedule())
+        if not (leader.num_uncomputed_tokens or follower.num_uncomputed_tokens):
+            break
+    assert (leader.num_uncomputed_tokens, follower.num_uncomputed_tokens) == (0, 0)
+    assert scheduler.reuse.saved_tokens == 16  # the follower's; what the leader found again is its own
+    blocks.audit(scheduler.running)
+
+
 def test_a_preempted_row_is_counted_for_all_of_its_prompt():
     """A row that was preempted in the middle of its prompt looks for the rest too: who computes it leads, and it is kept."""
     pool = Pool(16)
