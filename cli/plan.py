@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from pagedgen.config import EngineConfig
+from pagedgen.config import EngineConfig, JobConfig
 from pagedgen.errors import UsageError
-from pagedgen.job import JobConfig, plan_only
+from pagedgen.job import plan_only
 from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 from . import options as opt

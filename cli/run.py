@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from pagedgen.config import EngineConfig
+from pagedgen.config import EngineConfig, JobConfig
 from pagedgen.errors import EXIT_OK, EXIT_ROW_ERRORS, UsageError
-from pagedgen.job import JobConfig, error_rate_exceeded, run_job
+from pagedgen.job import error_rate_exceeded, run_job
 from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 from . import options as opt

@@ -1,11 +1,12 @@
-"""Everything a run can be told about model, memory and schedule. Frozen: `resolve()` returns a new, complete one."""
+"""Everything a run can be told. Frozen: `EngineConfig.resolve()` returns a new, complete one."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .errors import UsageError
+from .sampling_params import SamplingParams
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -121,6 +122,30 @@ class EngineConfig:
             max_num_batched_tokens=budget,
             threads=threads,
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """What to read, what to ask, where to write."""
+
+    inputs: list[str]
+    engine: EngineConfig
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    output: str | None = None  # None only for a plan
+    stats: str | None = None
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    id_column: str | None = None
+    cache_salt_column: str | None = None
+    limit: int | None = None
+    chat_template: str | None = None
+    token_ids: bool = False
+    block_map: str | None = None
+    block_map_every: int = 100
+    overwrite: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

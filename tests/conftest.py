@@ -177,13 +177,17 @@ class EngineRun:
         Return {row: finished Sequence}, with (row, sample) as key where a row has several samples.
         """
         from pagedgen.sampling_params import SamplingParams
-        from pagedgen.stats import RunStats
 
         params = params or SamplingParams(max_tokens=12, ignore_eos=True)
         per_row = params if isinstance(params, list) else [params] * len(prompts)
         rows = list(range(len(prompts))) if rows is None else rows
         opened = self.engine.opened
-        requests = [opened.make_request(r, list(p), q) for r, p, q in zip(rows, prompts, per_row, strict=True)]
+        return self.run([opened.make_request(r, list(p), q) for r, p, q in zip(rows, prompts, per_row, strict=True)])
+
+    def run(self, requests, **callbacks):
+        """Run requests that were made already; see `sequences`."""
+        from pagedgen.stats import RunStats
+
         done = {}
 
         def key(request, sample):
@@ -195,6 +199,7 @@ class EngineRun:
             self.engine.plan(requests),
             on_finished=lambda s: done.__setitem__(key(s.request, s.sample_index), s),  # None: no next turn
             on_error=lambda r, sample, e: done.__setitem__(key(r, sample), e),
+            **callbacks,
         )
         assert done.keys() == {key(r, i) for r in requests for i in range(r.params.n)}
         return done

@@ -106,7 +106,7 @@ class BlockManager:
         copies = self.copies_needed(sequence, num_tokens)
         if not missing and not copies:
             return True
-        if copies and self._may_be_forgotten(table[sequence.num_computed_tokens // self.block_size], missing):
+        if copies and self._forget_to_write(table[sequence.num_computed_tokens // self.block_size], missing):
             copies = 0
         if missing + copies > self.num_available_blocks:
             return False
@@ -121,7 +121,7 @@ class BlockManager:
         table.extend(fresh)
         return True
 
-    def _may_be_forgotten(self, block_id: int, missing: int) -> bool:
+    def _forget_to_write(self, block_id: int, missing: int) -> bool:
         """Take a block out of the index, to be written in place, if only that keeps a sequence from it and a copy is no use:
         nobody will look for it, or there is no room for a copy. Return True when it was done.
         """

@@ -124,10 +124,10 @@ class Engine:
         )
         with stats.timed("schedule"):
             for request in self._in_order(requests):
-                needed = blocks.blocks_needed(request)
-                if needed > blocks.num_blocks:
+                error = too_large(request, blocks)
+                if error is not None:
                     for sample in range(request.params.n):
-                        on_error(request, sample, too_large(request, needed, blocks))
+                        on_error(request, sample, error)
                     continue
                 sequence = Sequence(request)
                 if request.params.beam_width > 1:
@@ -135,8 +135,8 @@ class Engine:
                 scheduler.add(sequence)
         stats.blocks.total, stats.blocks.block_size = blocks.num_blocks, config.block_size
         if config.enable_prefix_caching:
-            stats.prefix.enabled = True
-            stats.prefix.shareable_tokens += blocks.cache.shareable_tokens()
+            scheduler.prefix.enabled = True
+            scheduler.prefix.shareable_tokens = blocks.cache.shareable_tokens()
         with _out_of_memory_is_told(f"a KV pool of {blocks.num_blocks} blocks"):
             self._runner.allocate_cache(
                 blocks.num_blocks, host_blocks=host_blocks, disk_blocks=disk_blocks, disk_path=config.disk_swap_path

@@ -145,15 +145,14 @@ class Generation:
         if beams:
             assert following is None
             return None
-        if following is not None and blocks.blocks_needed(following) > blocks.num_blocks:
-            needed = blocks.blocks_needed(following)
-            callbacks.on_error(following, sequence.sample_index, too_large(following, needed, blocks))
-            following = None
-        if following is None:
-            scheduler.finish(sequence)
-        else:
+        error = too_large(following, blocks) if following is not None else None
+        if following is not None and error is None:
             scheduler.next_turn(sequence, following)
-        return following
+            return following
+        scheduler.finish(sequence)
+        if following is not None and error is not None:
+            callbacks.on_error(following, sequence.sample_index, error)
+        return None
 
     def _run_step(self, step: ScheduledStep, batch: PackedBatch) -> list[Sequence]:
         """Run one batch and give each sampled row its token; return the rows that ended."""
@@ -237,13 +236,9 @@ def _count(stats: RunStats, scheduler: Scheduler, blocks: BlockManager) -> None:
     """Add up what scheduler and block manager counted."""
     stats.preemptions += scheduler.num_preemptions
     stats.recomputed_tokens += scheduler.num_recomputed_tokens
-    stats.kept_tokens += scheduler.reuse.kept_tokens
-    if stats.prefix.enabled:
-        stats.prefix.hit_rows += scheduler.reuse.hit_rows
-        stats.prefix.hit_blocks += scheduler.reuse.hit_blocks
-        stats.prefix.saved_tokens += scheduler.reuse.saved_tokens
-    stats.prefix.evictions += blocks.pool.num_evictions
-    stats.prefix.recovered_tokens += scheduler.reuse.recovered_tokens
+    stats.kept_tokens += scheduler.num_kept_tokens
+    stats.prefix = scheduler.prefix
+    stats.prefix.evictions = blocks.pool.num_evictions
     for (source, destination), count in blocks.pool.num_moves.items():
         name = f"{source.name.lower()} to {destination.name.lower()}"
         stats.swap.moved_blocks[name] = stats.swap.moved_blocks.get(name, 0) + count
@@ -259,8 +254,11 @@ def _most_tokens(request: Request) -> int:
     return request.max_tokens + request.later_tokens
 
 
-def too_large(request: Request, needed: int, blocks: BlockManager) -> RowError:
-    """Say that a row can't fit the pool, with the numbers."""
+def too_large(request: Request, blocks: BlockManager) -> RowError | None:
+    """Return what to say of a row that can't fit the pool, with the numbers; None for one that can."""
+    needed = blocks.blocks_needed(request)
+    if needed <= blocks.num_blocks:
+        return None
     beams = f" in {request.params.beam_width} beams" if request.params.beam_width > 1 else ""
     later = f", up to {request.later_tokens} in later turns" if request.later_tokens else ""
     return RowError(

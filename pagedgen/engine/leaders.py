@@ -12,10 +12,10 @@ from ..request import Sequence
 
 
 class Leaders:
-    """Running rows by the digests they are computing, waiting rows by the digest they wait for."""
+    """The digests that running rows are computing, and the waiting rows by the digest they wait for."""
 
     def __init__(self) -> None:
-        self._leaders: dict[bytes, Sequence] = {}
+        self._led: set[bytes] = set()  # digests of blocks that running rows compute
         self._followers: dict[bytes, list[Sequence]] = {}
         self.num_followers = 0
 
@@ -28,15 +28,15 @@ class Leaders:
         for digest in digests:
             if not users(digest):
                 break  # who looks for a block looks for all before it
-            if digest not in self._leaders:
-                self._leaders[digest] = sequence
+            if digest not in self._led:
+                self._led.add(digest)
                 sequence.leading.append(digest)
 
     def follow(self, sequence: Sequence, digests: Iterable[bytes]) -> bool:
         """Let a row wait if the first of the blocks it needs is being computed: for the last such, one wait is enough."""
         awaited = None
         for digest in digests:
-            if digest not in self._leaders:
+            if digest not in self._led:
                 break
             awaited = digest
         if awaited is None:
@@ -51,10 +51,10 @@ class Leaders:
             return []
         settled = set(digests)
         let_go: list[Sequence] = []
-        for digest in [d for d in sequence.leading if d in settled]:
-            sequence.leading.remove(digest)
-            del self._leaders[digest]
+        for digest in settled.intersection(sequence.leading):
+            self._led.remove(digest)
             let_go += self._followers.pop(digest, [])
+        sequence.leading = [digest for digest in sequence.leading if digest not in settled]
         self.num_followers -= len(let_go)
         return let_go
 

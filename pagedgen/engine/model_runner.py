@@ -18,7 +18,7 @@ from . import memory
 from .batch import BlockTableArray, PackedBatch, build_batch
 from .kv_cache import KVCache
 from .scheduler import ScheduledStep
-from .swap import BlockStore, measured_blocks
+from .swap import MEASURED_BLOCKS, BlockStore
 from .tiers import Address, MoveBatch, Tier
 
 # Long enough that the GPU's split decode takes all the room for partial results it ever takes.
@@ -80,11 +80,10 @@ class ModelRunner:
 
     def round_trip_s(self, tier: Tier, disk_path: str | None = None) -> float:
         """Measure the seconds a block takes to a tier and back, in a small pool of its own."""
-        count = measured_blocks()
         self.allocate_cache(
-            count,
-            host_blocks=count if tier == Tier.HOST else 0,
-            disk_blocks=count if tier == Tier.DISK else 0,
+            MEASURED_BLOCKS,
+            host_blocks=MEASURED_BLOCKS if tier == Tier.HOST else 0,
+            disk_blocks=MEASURED_BLOCKS if tier == Tier.DISK else 0,
             disk_path=disk_path,
         )
         assert self._store is not None

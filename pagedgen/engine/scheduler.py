@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from ..request import Request, Sequence
+from ..stats import PrefixCounters
 from .block_manager import BlockManager
 from .leaders import Leaders
 
@@ -40,17 +41,6 @@ class ScheduledStep:
             [self.num_scheduled_tokens[i] for i in kept],
             sum(i < self.num_decodes for i in kept),
         )
-
-
-@dataclass
-class ReuseCounters:
-    """What rows found computed when they were first admitted; what came of preemption stands apart."""
-
-    hit_rows: int = 0
-    hit_blocks: int = 0
-    saved_tokens: int = 0
-    kept_tokens: int = 0  # of conversations, from one turn to the next
-    recovered_tokens: int = 0  # that preempted rows found again
 
 
 class Scheduler:
@@ -82,7 +72,8 @@ class Scheduler:
         self._num_added = 0
         self._leaders = Leaders()
         self.running: list[Sequence] = []  # oldest admission first
-        self.reuse = ReuseCounters()
+        self.prefix = PrefixCounters()
+        self.num_kept_tokens = 0  # of conversations, from one turn to the next
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
 
@@ -208,7 +199,7 @@ class Scheduler:
         self._let_go(self._leaders.settle(sequence, sequence.digests))
         self._blocks.hand_over(sequence, successor, kept)
         successor.num_cached_tokens = successor.num_seen_tokens = kept
-        self.reuse.kept_tokens += kept
+        self.num_kept_tokens += kept
         self.running[self.running.index(sequence)] = successor
         return successor
 
@@ -306,12 +297,12 @@ class Scheduler:
     def _count_hits(self, sequence: Sequence, num_hits: int) -> None:
         tokens = sequence.num_computed_tokens
         if sequence.num_seen_tokens:  # it ran before: what it finds is its own
-            self.reuse.recovered_tokens += tokens
+            self.prefix.recovered_tokens += tokens
             return
         sequence.num_cached_tokens = sequence.num_seen_tokens = tokens
-        self.reuse.hit_rows += num_hits > 0
-        self.reuse.hit_blocks += num_hits
-        self.reuse.saved_tokens += tokens
+        self.prefix.hit_rows += num_hits > 0
+        self.prefix.hit_blocks += num_hits
+        self.prefix.saved_tokens += tokens
 
     def _expected_blocks(self, sequence: Sequence) -> int:
         """Return the blocks a row is expected to need in the end, those of samples not yet forked included."""

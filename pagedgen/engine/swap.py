@@ -18,7 +18,8 @@ import torch
 from ..kernels.api import Backend
 from .tiers import Address, MoveBatch, Tier
 
-_MEASURED_BLOCKS, _MEASURED_TIMES = 16, 3
+MEASURED_BLOCKS = 16  # that `round_trip_s` moves
+_MEASURED_TIMES = 3
 _STAGING_BYTES = 32 << 20  # moved at once
 
 
@@ -126,11 +127,11 @@ class BlockStore:
             self._through_file(os.pwritev, ids, data)
 
     def round_trip_s(self, tier: Tier) -> float:
-        """Measure the seconds a block takes to a tier and back; the store must have `measured_blocks()` blocks in each tier.
+        """Measure the seconds a block takes to a tier and back; the store must have MEASURED_BLOCKS blocks in each tier.
 
         A disk is measured without the page cache's help: written through, and read after the cache was dropped.
         """
-        there = [(i, i) for i in range(_MEASURED_BLOCKS)]
+        there = [(i, i) for i in range(MEASURED_BLOCKS)]
         times = []
         for _ in range(_MEASURED_TIMES + 1):
             start = perf_counter()
@@ -141,13 +142,8 @@ class BlockStore:
             self._move_batch(tier, Tier.DEVICE, there)
             if self._kv.device.type == "cuda":
                 torch.cuda.synchronize()
-            times.append((perf_counter() - start) / _MEASURED_BLOCKS)
+            times.append((perf_counter() - start) / MEASURED_BLOCKS)
         return median(times[1:])  # the first touches memory for the first time
-
-
-def measured_blocks() -> int:
-    """Return the blocks of each tier that `round_trip_s` moves."""
-    return _MEASURED_BLOCKS
 
 
 def _as_bytes(data: torch.Tensor) -> np.ndarray:

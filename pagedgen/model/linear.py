@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 ROW_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 CANONICAL_ROWS = 64
 
-# (weight shape, dtype and kind; number of threads) -> row buckets that agree with the canonical call
+# (kind, weight shape, dtype, has bias, number of threads) -> row buckets that agree with the canonical call
 MeasuredBuckets = dict[Any, tuple[int, ...]]
 
 
@@ -83,6 +83,15 @@ def agreeing_buckets(
     return tuple(rows for rows in ROW_BUCKETS if torch.equal(kind.apply(x[:rows], operand, bias), want[:rows]))
 
 
+@cache
+def _measured_once(
+    kind: ProductKind, shape: tuple[int, int], dtype: torch.dtype, has_bias: bool, num_threads: int
+) -> tuple[int, ...]:
+    """Return `agreeing_buckets` for the current `num_threads`: models of the same shapes in one process share it."""
+    assert num_threads == torch.get_num_threads()
+    return agreeing_buckets(kind, *shape, dtype, has_bias=has_bias)
+
+
 def split_rows(num_rows: int, buckets: tuple[int, ...]) -> list[int]:
     """Cut `num_rows` into bucket sizes, the last one possibly larger than what is left."""
     sizes = []
@@ -111,11 +120,10 @@ class RowInvariantProduct:
         rows = x.reshape(-1, shape[1])
         if not rows.is_contiguous():
             rows = rows.contiguous()
-        key = (shape, x.dtype, kind.name, bias is not None, torch.get_num_threads())
+        key = (kind, shape, x.dtype, bias is not None, torch.get_num_threads())
         buckets = self.measured.get(key)
         if buckets is None:
-            buckets = agreeing_buckets(kind, *shape, x.dtype, has_bias=bias is not None)
-            self.measured[key] = buckets
+            buckets = self.measured[key] = _measured_once(*key)
         if buckets:
             out = _in_buckets(kind, rows, operand, shape[0], bias, buckets)
         else:  # no size agrees on this many threads: run as the canonical call does

@@ -471,7 +471,7 @@ def test_a_leader_that_is_preempted_lets_its_followers_go_and_does_not_follow_it
         if not (leader.num_uncomputed_tokens or follower.num_uncomputed_tokens):
             break
     assert (leader.num_uncomputed_tokens, follower.num_uncomputed_tokens) == (0, 0)
-    assert scheduler.reuse.saved_tokens == 16  # the follower's; what the leader found again is its own
+    assert scheduler.prefix.saved_tokens == 16  # the follower's; what the leader found again is its own
     blocks.audit(scheduler.running)
 
 

@@ -44,7 +44,7 @@ class Job:
         """Run the job; return {(row, sample): (ids, score)} of what was answered."""
         self.engine.stats = RunStats()
         done = {}
-        self.engine.generate(
+        self.engine.generate(  # not `run.run`: a row that was cancelled is not answered
             self.requests,
             self.engine.plan(self.requests),
             on_finished=lambda s: done.__setitem__((s.request.row_index, s.sample_index), (s.generated_token_ids, s.score)),

@@ -95,13 +95,7 @@ def test_case_pc_02_salts_keep_rows_apart(tiny_model, engine_run, make_prompts):
     salts = ["", "A", "B", "", "A", '"}', '{"salt": "A"}']
     opened = run.engine.opened
     requests = [opened.make_request(i, prompt, PARAMS, cache_salt=salt) for i, salt in enumerate(salts)]
-    cached = {}
-    run.engine.generate(
-        requests,
-        run.engine.plan(requests),
-        on_finished=lambda s: cached.__setitem__(s.request.row_index, s.num_cached_tokens),
-        on_error=lambda *error: pytest.fail(str(error)),
-    )
+    cached = {row: s.num_cached_tokens for row, s in run.run(requests).items()}
     assert cached == {0: 0, 1: 0, 2: 0, 3: 20, 4: 20, 5: 0, 6: 0}
 
 

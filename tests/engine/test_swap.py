@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from pagedgen.kernels.api import load_backend
+from recorder import recorded
 from test_prefix_cache import shared_prompts
 
 from pagedgen.engine.engine import Engine
@@ -29,31 +30,6 @@ def always_worth_it(monkeypatch):
         return original(self, plan, on_note)
 
     monkeypatch.setattr(Engine, "_tiers_worth_using", worth)
-
-
-class LogitsRecorder:
-    """Stands before the sampler and keeps every row's logits by (row, position)."""
-
-    def __init__(self, sampler):
-        self._sampler = sampler
-        self.seen = {}
-
-    def __call__(self, logits, sequences):
-        for row, sequence in zip(logits, sequences, strict=True):
-            key = (sequence.request.row_index, sequence.sample_index, len(sequence.token_ids))
-            self.seen[key] = row.contiguous().view(torch.uint8).numpy().tobytes()
-        return self._sampler(logits, sequences)
-
-
-def recorded(run, prompts, params, rows=None):
-    """The bits of every row's logits at every position, and of its tokens."""
-    recorder = LogitsRecorder(run.engine._sampler)
-    run.engine._sampler = recorder
-    try:
-        done = run.sequences(prompts, params, rows)
-    finally:
-        run.engine._sampler = recorder._sampler
-    return recorder.seen, {key: s.generated_token_ids for key, s in done.items()}
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma2", "bfloat16")])
@@ -118,15 +94,8 @@ def test_a_tier_that_is_slower_than_computing_again_is_not_used(
 
     def generate(round_trip_s):
         run.engine._round_trip_s = {Tier.HOST: round_trip_s}
-        run.engine.stats = type(run.engine.stats)()
-        run.engine.generate(
-            requests,
-            run.engine.plan(requests),
-            on_finished=lambda s: None,
-            on_error=lambda *error: pytest.fail(str(error)),
-            on_note=notes.append,
-        )
-        return run.engine.stats
+        assert all(s.num_generated_tokens == 24 for s in run.run(requests, on_note=notes.append).values())
+        return run.stats
 
     assert generate(0.0).swap.moved_blocks["device to host"] > 0
     assert not notes
@@ -237,15 +206,8 @@ def test_a_disk_that_fails_while_it_is_measured_is_not_used(tiny_model, engine_r
 
     monkeypatch.setattr(os, "pwritev", fails)
     request = run.engine.opened.make_request(0, make_prompts([9])[0], PARAMS)
-    done = []
-    run.engine.generate(
-        [request],
-        run.engine.plan([request]),
-        on_finished=lambda s: done.append(s.num_generated_tokens),
-        on_error=lambda *error: pytest.fail(str(error)),
-        on_note=notes.append,
-    )
-    assert done == [24]
+    done = run.run([request], on_note=notes.append)
+    assert done[0].num_generated_tokens == 24
     assert notes[0] == "the disk swap space failed while it was measured: [Errno 28] No space left on device"
 
 
@@ -281,15 +243,8 @@ def test_a_disk_that_fills_up_costs_recomputation_and_nothing_else(
 
     monkeypatch.setattr(os, "pwritev", full)
     requests = [run.engine.opened.make_request(i, p, PARAMS) for i, p in enumerate(prompts)]
-    done = {}
-    run.engine.generate(
-        requests,
-        run.engine.plan(requests),
-        on_finished=lambda s: done.__setitem__(s.request.row_index, s.generated_token_ids),
-        on_error=lambda *error: pytest.fail(str(error)),
-        on_note=notes.append,
-    )
-    assert done == want
+    done = run.run(requests, on_note=notes.append)
+    assert {row: s.generated_token_ids for row, s in done.items()} == want
     assert notes == [
         "blocks could not be moved, their rows are computed again: [Errno 28] No space left on device",
         "the disk swap space failed and is not used any more: [Errno 28] No space left on device",

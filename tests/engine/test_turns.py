@@ -83,14 +83,8 @@ def test_a_turn_is_answered_as_if_it_came_alone(tiny_model, engine_run, eager_ad
             (row, sample, turn) for row, turns in enumerate(TURNS) for sample in range(params.n) for turn in range(len(turns))
         ]
         for (row, sample, turn), (request, token_ids, _) in done.items():
-            got = {}
-            alone.engine.generate(
-                [request],
-                alone.engine.plan([request]),
-                on_finished=lambda s, got=got: got.__setitem__(s.sample_index, s.generated_token_ids),
-                on_error=lambda *error: pytest.fail(str(error)),
-            )
-            assert got[sample] == token_ids, (row, sample, turn)
+            got = alone.run([request])[(row, sample) if params.n > 1 else row]
+            assert got.generated_token_ids == token_ids, (row, sample, turn)
         if "num_gpu_blocks_override" in settings and params.n == 3:
             assert run.stats.preemptions > 0
         else:
@@ -155,12 +149,7 @@ def test_draws_of_later_turns_are_not_those_of_the_first(tiny_model, engine_run,
     answers = []
     for turn in (0, 1, 0):
         request = run.engine.opened.make_request(0, make_prompts([9])[0], params, turn_index=turn)
-        run.engine.generate(
-            [request],
-            run.engine.plan([request]),
-            on_finished=lambda s: answers.append(s.generated_token_ids),
-            on_error=lambda *error: pytest.fail(str(error)),
-        )
+        answers.append(run.run([request])[0].generated_token_ids)
     assert answers[0] == answers[2] != answers[1]
 
 
