@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import re
+import time
 import tomllib
 from pathlib import Path
 from typing import Annotated
@@ -29,13 +31,57 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 MODEL, INPUT, RUNTIME, SAMPLING = "Model", "Input", "Memory and schedule", "Sampling"
 
 Model = Annotated[str, typer.Argument(help="A model directory, a demo model's name, or a Hugging Face id.")]
-Inputs = Annotated[list[str], typer.Argument(help="JSONL or Parquet files, globs or directories.", metavar="PROMPTS...")]
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        help="JSONL, CSV, TSV or Parquet files, globs, directories, hf:NAME[:[CONFIG:]SPLIT], or - for stdin.",
+        metavar="PROMPTS...",
+    ),
+]
+Format = Annotated[
+    str,
+    typer.Option(help="auto (by suffix and shape), jsonl, csv, tsv, parquet or openai-batch.", rich_help_panel=INPUT),
+]
 
 PromptColumn = Annotated[str | None, typer.Option(help="Column with the prompt text.", rich_help_panel=INPUT)]
 MessagesColumn = Annotated[str | None, typer.Option(help="Column with chat messages.", rich_help_panel=INPUT)]
 IdColumn = Annotated[
     str | None,
     typer.Option(help="Column that becomes the output's id (else `id`, else the row's index).", rich_help_panel=INPUT),
+]
+PromptTemplate = Annotated[
+    str | None,
+    typer.Option(
+        help="Jinja2 template over the row's columns, or a file with one: 'Q: {{ question }}'.",
+        metavar="TEXT|FILE",
+        rich_help_panel=INPUT,
+    ),
+]
+SystemPrompt = Annotated[
+    str | None,
+    typer.Option(help="System message of every chat that has none; makes text prompts chats.", rich_help_panel=INPUT),
+]
+AsChat = Annotated[
+    bool, typer.Option("--as-chat", help="A text prompt is what the user says in a chat.", rich_help_panel=INPUT)
+]
+TooLong = Annotated[
+    str,
+    typer.Option(
+        help="Prompts too long for the context: error, skip, truncate-left or truncate-middle (leaving room for max_tokens).",
+        rich_help_panel=INPUT,
+    ),
+]
+Sample = Annotated[int | None, typer.Option(help="Take so many rows, chosen at random by --seed.", rich_help_panel=INPUT)]
+Shard = Annotated[
+    str | None,
+    typer.Option(help="Take every Nth row from the Ith on (from 0); `merge` joins.", metavar="I/N", rich_help_panel=INPUT),
+]
+MaxTotalTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Take rows, in input order and at their full length, until so many tokens; skip the others.",
+        rich_help_panel=INPUT,
+    ),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Read only the first rows.", rich_help_panel=INPUT)]
 ChatTemplate = Annotated[
@@ -111,6 +157,7 @@ DiskSwap = Annotated[
     ),
 ]
 
+Seed = Annotated[int, typer.Option(help="Seed of the random draws and of --sample.", rich_help_panel=SAMPLING)]
 N = Annotated[
     int, typer.Option("--n", help="Samples (or best beams) of each row, on rows of their own.", rich_help_panel=SAMPLING)
 ]
@@ -190,6 +237,53 @@ def parse_disk_swap(text: str | None) -> tuple[str | None, int]:
     if not colon or not path or not size:
         raise UsageError(f"--disk-swap {text} is not a directory and a size; write it like /scratch:20GiB")
     return path, parse_bytes(size, "--disk-swap") or 0
+
+
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """Return "0/4" as (0, 4).
+
+    Raises:
+        UsageError: not a shard.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if not match:
+        raise UsageError(f"--shard {text} is not a shard; write it like 0/4")
+    return int(match[1]), int(match[2])
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(text: str | None, flag: str) -> float | None:
+    """Return "2h30m", "90s" or "5400", or the seconds until "2026-12-01T08:00", as seconds.
+
+    Raises:
+        UsageError: neither.
+    """
+    if text is None:
+        return None
+    if re.fullmatch(r"(\d+(\.\d+)?[smhd])+|\d+(\.\d+)?", text):
+        return sum(float(n) * _SECONDS[unit] for n, unit in re.findall(r"(\d+(?:\.\d+)?)([smhd]?)", text))
+    try:
+        return max(0.0, datetime.datetime.fromisoformat(text).astimezone().timestamp() - time.time())
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"{flag} {text:.40} is neither a duration like 2h30m nor a time like 2026-12-01T08:00") from error
+
+
+def read_prompt_template(text: str | None) -> str | None:
+    """Return a prompt template: the text itself when it names a column, else the content of the file it names.
+
+    Raises:
+        InputError: it can't be read.
+    """
+    if text is None or "{{" in text or "{%" in text:
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompt-template {text:.60}: no {{{{ column }}}} in it, and no such file: {error}") from error
 
 
 def read_template(path: str | None) -> str | None:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Callable
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -73,13 +72,13 @@ def print_event(event: dict[str, Any]) -> None:
 class RunProgress:
     """Shows a job's progress: a bar on a terminal, a line now and then elsewhere, JSON lines on request, or nothing."""
 
-    def __init__(self, mode: str, on_writing: Callable[[], None] = lambda: None):
-        """mode: auto, plain, json or none. `on_writing` is called when the output begins to be written."""
-        self._on_writing = on_writing
+    def __init__(self, mode: str):
+        """mode: auto, plain, json or none."""
         if mode == "auto":
             mode = "bar" if stderr.is_terminal else "plain"
         self._mode = mode
-        self._total = 0
+        self._total: int | None = None
+        self._is_generating = False
         self._started = self._printed = monotonic()
         self._bar: Progress | None = None
         self._task: Any = None
@@ -96,26 +95,30 @@ class RunProgress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if text == "writing":
-            self._on_writing()
         self._say({"event": "phase", "phase": text}, f"{text} …")
 
     def note(self, text: str) -> None:
         """See `job.Progress.note`."""
         self._say({"event": "note", "note": text}, f"note: {text}")
 
-    def rows(self, total: int) -> None:
+    def rows(self, total: int | None) -> None:
         """See `job.Progress.rows`."""
-        self._total, self._started = total, monotonic()
-        self._say({"event": "generate", "rows": total}, f"generating {total:,} rows …" if self._mode != "bar" else "")
-        if self._mode == "bar":
+        if not self._is_generating:
+            self._is_generating = True
+            self._started = self._printed = monotonic()
+        self._total = total
+        what = "rows as they are read" if total is None else f"{total:,} rows"
+        self._say({"event": "generate", "rows": total}, f"generating {what} …" if self._mode != "bar" else "")
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+        elif self._mode == "bar":
             columns = (
-                TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows"),
+                TextColumn("{task.completed:,.0f}/{task.fields[of]} rows"),
                 BarColumn(),
                 TextColumn("{task.fields[speed]:,.0f} tokens/s  blocks {task.fields[blocks]}  ETA {task.fields[eta]}"),
             )
             self._bar = Progress(*columns, console=stderr, transient=True)
-            self._task = self._bar.add_task("", total=total, speed=0.0, blocks="", eta="?")
+            self._task = self._bar.add_task("", total=total, of="?", speed=0.0, blocks="", eta="?")
             self._bar.start()
 
     def step(self, report: Any) -> None:
@@ -123,11 +126,12 @@ class RunProgress:
         now = monotonic()
         speed = report.generated_tokens / max(now - self._started, 1e-9)
         # An upper bound: rows may end before they have all the tokens they may get.
-        eta_s = report.tokens_left / speed if speed else None
+        eta_s = report.tokens_left / speed if speed and self._total is not None else None
+        of = "?" if self._total is None else f"{self._total:,}"
         eta = "?" if eta_s is None else f"at most {eta_s:,.0f} s"
         if self._bar is not None:
             blocks = f"{report.used_blocks}/{report.total_blocks}"
-            self._bar.update(self._task, completed=report.num_finished, speed=speed, blocks=blocks, eta=eta)
+            self._bar.update(self._task, completed=report.num_finished, of=of, speed=speed, blocks=blocks, eta=eta)
         elif now - self._printed >= _PLAIN_LINE_EVERY_S:
             self._printed = now
             facts = {
@@ -140,7 +144,7 @@ class RunProgress:
             }
             self._say(
                 {"event": "progress", **facts},
-                f"{report.num_finished:,}/{self._total:,} rows  {speed:,.0f} tokens/s  "
+                f"{report.num_finished:,}/{of} rows  {speed:,.0f} tokens/s  "
                 f"blocks {report.used_blocks}/{report.total_blocks}  ETA {eta}",
             )
 
@@ -149,6 +153,29 @@ class RunProgress:
             print_event(event)
         elif self._mode != "none" and text:
             stderr.print(text, style="dim", markup=False, highlight=False)
+
+
+def show_end(report: Any, max_error_rate: float, max_tokens_note: str, mode: str) -> None:
+    """Tell how a job ended: its closing table, why it stopped, which rows failed."""
+    if report.stopping_error is not None:
+        fail(f"stopped at the first error, {report.stopping_error}; finished rows are kept, the same command tries again")
+    elif report.stopped_by is not None:
+        fail(f"stopped by {report.stopped_by} with {report.num_results:,} results finished and kept; the same command goes on")
+        if mode == "json":
+            print_event({"event": "stopped", "by": report.stopped_by, "results": report.num_results})
+    elif report.is_repeat:
+        text = f"{report.output} is there already, complete with {report.num_results:,} results; --overwrite makes it anew"
+        if mode == "json":
+            print_event({"event": "done", "output": report.output, "is_repeat": True})
+        elif mode != "none":
+            stderr.print(text, markup=False, highlight=False, soft_wrap=True)
+    else:
+        show_summary(report.stats, report.output, report.stats_path, max_tokens_note, mode)
+    if report.stopped_by is None and report.exit_code(max_error_rate):
+        fail(
+            f"{report.num_errors:,} of {report.num_results:,} rows failed, more than --max-error-rate {max_error_rate:g} "
+            f"allows; the first: {report.first_error}"
+        )
 
 
 def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max_tokens_note: str, mode: str) -> None:
@@ -163,6 +190,8 @@ def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max
     table.add_column()
     rows = {k: v for k, v in stats["rows"].items() if k != "total"}
     table.add_row("rows", f"{stats['rows']['total']:,} ({', '.join(f'{v:,} {k}' for k, v in rows.items())})")
+    if stats["rows_reused"]:
+        table.add_row("reused", f"{stats['rows_reused']:,} results of an earlier run")
     if stats["row_errors"]:
         table.add_row("row errors", ", ".join(f"{v:,} {k}" for k, v in stats["row_errors"].items()))
     table.add_row("tokens", f"{stats['prompt_tokens']:,} prompt, {stats['generated_tokens']:,} generated{max_tokens_note}")
@@ -245,6 +274,7 @@ def show_plan(report: Any) -> None:
         ("without a usable prompt", "num_row_errors"),
         ("too long", "num_too_long"),
         ("too large for the pool", "num_too_large"),
+        ("beyond --max-total-tokens", "num_skipped"),
     ):
         if plan[key]:
             table.add_row(f"  {label}", f"{plan[key]:,} (row errors in the output)")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pagedgen.config import EngineConfig, JobConfig
+from pagedgen.config import EngineConfig, JobConfig, PromptConfig
 from pagedgen.errors import UsageError
 from pagedgen.job import plan_only
 from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
@@ -29,10 +29,19 @@ def plan(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    format: opt.Format = "auto",
     prompt_column: opt.PromptColumn = None,
     messages_column: opt.MessagesColumn = None,
+    prompt_template: opt.PromptTemplate = None,
+    system_prompt: opt.SystemPrompt = None,
+    as_chat: opt.AsChat = False,
+    too_long: opt.TooLong = "error",
     id_column: opt.IdColumn = None,
     limit: opt.Limit = None,
+    sample: opt.Sample = None,
+    shard: opt.Shard = None,
+    max_total_tokens: opt.MaxTotalTokens = None,
+    seed: opt.Seed = 0,
     chat_template: opt.ChatTemplate = None,
     n: opt.N = 1,
     beam_width: opt.BeamWidth = 1,
@@ -66,10 +75,20 @@ def plan(
     disk_swap_path, disk_swap_bytes = opt.parse_disk_swap(disk_swap)
     config = JobConfig(
         inputs=prompts,
-        prompt_column=prompt_column,
-        messages_column=messages_column,
+        prompts=PromptConfig(
+            prompt_column=prompt_column,
+            messages_column=messages_column,
+            prompt_template=opt.read_prompt_template(prompt_template),
+            system_prompt=system_prompt,
+            as_chat=as_chat,
+        ),
+        format=format,
         id_column=id_column,
         limit=limit,
+        sample=sample,
+        shard=opt.parse_shard(shard),
+        max_total_tokens=max_total_tokens,
+        too_long=too_long,
         chat_template=opt.read_template(chat_template),
         sampling=sampling,
         engine=EngineConfig(
@@ -79,6 +98,7 @@ def plan(
             allow_pickle=allow_pickle,
             dtype=dtype,
             device=device,
+            seed=seed,
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

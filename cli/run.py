@@ -6,14 +6,15 @@ from typing import Annotated
 
 import typer
 
-from pagedgen.config import EngineConfig, JobConfig
-from pagedgen.errors import EXIT_OK, EXIT_ROW_ERRORS, UsageError
-from pagedgen.job import error_rate_exceeded, run_job
+from pagedgen.config import EngineConfig, JobConfig, PromptConfig
+from pagedgen.errors import UsageError
+from pagedgen.job import run_job
 from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from pagedgen.stopping import Stopper, slurm_seconds_left
 
 from . import options as opt
 from . import signals
-from .output import RunProgress, fail, show_summary
+from .output import RunProgress, show_end
 
 OUTPUT = "Output"
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
@@ -30,11 +31,42 @@ def run(
     ],
     config: opt.Config = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output.", rich_help_panel=OUTPUT)] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Throw away what a stopped run has finished.", rich_help_panel=OUTPUT)
+    ] = False,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Answer again only the rows that failed.", rich_help_panel=OUTPUT)
+    ] = False,
+    on_error: Annotated[
+        str, typer.Option(help="continue, or stop at the first row that fails.", rich_help_panel=OUTPUT)
+    ] = "continue",
+    grace: Annotated[
+        str,
+        typer.Option(help="Time that running rows have to finish once the run is to stop.", rich_help_panel=OUTPUT),
+    ] = "20s",
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            help="Be gone by then: a duration like 2h30m or a time. (default: the end of the Slurm job, if it is one)",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    flush_every: Annotated[
+        str, typer.Option(help="Longest time that a finished row is only in memory.", rich_help_panel=OUTPUT)
+    ] = "10s",
     token_ids: Annotated[bool, typer.Option(help="Write the generated token ids as well.", rich_help_panel=OUTPUT)] = False,
     stats: Annotated[
         str | None,
         typer.Option(help="Where statistics go. (default: <output>.stats.json)", metavar="FILE", rich_help_panel=OUTPUT),
     ] = None,
+    cached_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--cached-tokens",
+            help="Write num_cached_tokens as well; it depends on the schedule, nothing else does.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
     progress: Annotated[
         str, typer.Option(help="auto, plain, json (one event a line), or none (nothing but errors).", rich_help_panel=OUTPUT)
     ] = "auto",
@@ -50,14 +82,22 @@ def run(
     max_error_rate: Annotated[
         float, typer.Option(help="Share of rows that may fail before the exit code is 3.", rich_help_panel=OUTPUT)
     ] = 0.0,
+    format: opt.Format = "auto",
     prompt_column: opt.PromptColumn = None,
     messages_column: opt.MessagesColumn = None,
+    prompt_template: opt.PromptTemplate = None,
+    system_prompt: opt.SystemPrompt = None,
+    as_chat: opt.AsChat = False,
+    too_long: opt.TooLong = "error",
     id_column: opt.IdColumn = None,
     cache_salt_column: Annotated[
         str | None,
         typer.Option(help="Column with a text: only rows with the same one share K/V.", rich_help_panel=opt.INPUT),
     ] = None,
     limit: opt.Limit = None,
+    sample: opt.Sample = None,
+    shard: opt.Shard = None,
+    max_total_tokens: opt.MaxTotalTokens = None,
     chat_template: opt.ChatTemplate = None,
     n: opt.N = 1,
     beam_width: opt.BeamWidth = 1,
@@ -79,7 +119,7 @@ def run(
     min_p: Annotated[
         float, typer.Option(help="Drop tokens below this share of the likeliest one's.", rich_help_panel=opt.SAMPLING)
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the random draws.", rich_help_panel=opt.SAMPLING)] = 0,
+    seed: opt.Seed = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="End a row before this text (repeatable).", rich_help_panel=opt.SAMPLING)
     ] = None,
@@ -126,8 +166,10 @@ def run(
 ) -> None:
     """Generate a completion for every row of PROMPTS and write them in input order.
 
+    Finished rows are kept in OUTPUT.parts/ until the output is there; the same command goes on from them.
+
     Exit codes: 0 all rows fine, 2 can't be run (told before weights load), 3 finished with row errors, 4 output can't be
-    written, 75 stopped by a signal, 1 a bug.
+    written, 75 stopped by a signal or the deadline, 1 a bug.
     """
     if progress not in ("auto", "plain", "json", "none"):
         raise UsageError(f"--progress {progress} is not one of auto, plain, json, none")
@@ -162,16 +204,33 @@ def run(
         raise UsageError(f"sampling: {error}") from error
     job = JobConfig(
         inputs=prompts,
+        prompts=PromptConfig(
+            prompt_column=prompt_column,
+            messages_column=messages_column,
+            prompt_template=opt.read_prompt_template(prompt_template),
+            system_prompt=system_prompt,
+            as_chat=as_chat,
+        ),
+        format=format,
         output=output,
         stats=stats,
-        prompt_column=prompt_column,
-        messages_column=messages_column,
         id_column=id_column,
         cache_salt_column=cache_salt_column,
         limit=limit,
+        sample=sample,
+        shard=opt.parse_shard(shard),
+        max_total_tokens=max_total_tokens,
+        too_long=too_long,
         chat_template=opt.read_template(chat_template),
         token_ids=token_ids,
+        cached_tokens=cached_tokens,
         overwrite=overwrite,
+        restart=restart,
+        retry_errors=retry_errors,
+        on_error=on_error,
+        flush_s=opt.parse_duration(flush_every, "--flush-every") or 0.0,
+        grace_s=opt.parse_duration(grace, "--grace") or 0.0,
+        deadline_s=opt.parse_duration(deadline, "--deadline"),
         block_map=block_map,
         block_map_every=block_map_every,
         sampling=sampling,
@@ -201,14 +260,11 @@ def run(
             audit=audit,
         ),
     )
-    with RunProgress(progress, on_writing=signals.ignore) as shown:
-        report = run_job(job, shown)
+    ends = [seconds for seconds in (job.deadline_s, slurm_seconds_left()) if seconds is not None]
+    stopper = Stopper(grace_s=job.grace_s, deadline_s=min(ends, default=None))
+    signals.tell(stopper)
+    with RunProgress(progress) as shown:
+        report = run_job(job, shown, stopper)
     note = f" (max_tokens {DEFAULT_MAX_TOKENS}, the default)" if max_tokens is None else ""
-    show_summary(report.stats, report.output, report.stats_path, note, progress)
-    if error_rate_exceeded(report, max_error_rate):
-        fail(
-            f"{report.num_errors:,} of {report.num_rows:,} rows failed, more than --max-error-rate {max_error_rate:g} allows; "
-            f"the first: {report.first_error}"
-        )
-        raise typer.Exit(EXIT_ROW_ERRORS)
-    raise typer.Exit(EXIT_OK)
+    show_end(report, max_error_rate, note, progress)
+    raise typer.Exit(report.exit_code(max_error_rate))

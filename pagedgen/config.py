@@ -8,6 +8,10 @@ from typing import Any
 from .errors import UsageError
 from .sampling_params import SamplingParams
 
+TOO_LONG = ("error", "skip", "truncate-left", "truncate-middle")
+FORMATS = ("auto", "jsonl", "csv", "tsv", "parquet", "openai-batch")
+ON_ERROR = ("continue", "stop")
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "reference", "cpu", "gpu")
@@ -128,24 +132,90 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class PromptConfig:
+    """How a row's columns become its prompt; see the flags of the same names.
+
+    Raises:
+        UsageError: settings that exclude each other.
+    """
+
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    prompt_template: str | None = None
+    system_prompt: str | None = None
+    as_chat: bool = False
+
+    def __post_init__(self) -> None:
+        named = {
+            "--prompt-column": self.prompt_column,
+            "--messages-column": self.messages_column,
+            "--prompt-template": self.prompt_template,
+        }
+        given = [flag for flag, value in named.items() if value is not None]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} exclude each other: a row has one prompt")
+
+    @property
+    def makes_chats(self) -> bool:
+        """Return True when a text is what the user says in a chat, rather than what the model continues."""
+        return self.as_chat or self.system_prompt is not None
+
+
+@dataclass(frozen=True)
 class JobConfig:
-    """What to read, what to ask, where to write."""
+    """What to read, what to ask, where to write, when to stop.
+
+    Raises:
+        UsageError: a value is out of its range, or two exclude each other.
+    """
 
     inputs: list[str]
     engine: EngineConfig
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    format: str = "auto"
     output: str | None = None  # None only for a plan
     stats: str | None = None
-    prompt_column: str | None = None
-    messages_column: str | None = None
     id_column: str | None = None
     cache_salt_column: str | None = None
     limit: int | None = None
+    sample: int | None = None  # so many rows, chosen by the engine's seed
+    shard: tuple[int, int] | None = None  # (i, n): every nth row from the ith on
+    max_total_tokens: int | None = None
+    too_long: str = "error"
     chat_template: str | None = None
     token_ids: bool = False
+    cached_tokens: bool = False
     block_map: str | None = None
     block_map_every: int = 100
     overwrite: bool = False
+    restart: bool = False
+    retry_errors: bool = False
+    on_error: str = "continue"
+    flush_s: float = 10.0
+    grace_s: float = 20.0
+    deadline_s: float | None = None  # seconds from the start of the command
+
+    def __post_init__(self) -> None:
+        _choice("--too-long", self.too_long, TOO_LONG)
+        _choice("--format", self.format, FORMATS)
+        _choice("--on-error", self.on_error, ON_ERROR)
+        for flag, value, low in (
+            ("--limit", self.limit, 1),
+            ("--sample", self.sample, 1),
+            ("--max-total-tokens", self.max_total_tokens, 1),
+            ("--flush-every", self.flush_s, 0),
+            ("--grace", self.grace_s, 0),
+            ("--deadline", self.deadline_s, 0),
+        ):
+            if value is not None and not low <= value < 2**62:
+                raise UsageError(f"{flag} {value:g} must be at least {low}")
+        if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
+            raise UsageError(f"--shard {self.shard[0]}/{self.shard[1]}: shards of n are numbered from 0 to n - 1")
+        if self.retry_errors and self.on_error == "stop":
+            raise UsageError("--retry-errors and --on-error stop exclude each other")
+        if self.retry_errors and (self.restart or self.overwrite):
+            raise UsageError("--retry-errors goes on from an output; --overwrite and --restart throw it away")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

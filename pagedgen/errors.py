@@ -52,7 +52,7 @@ class OutputError(PagedgenError):
 
 
 class Interrupted(BaseException):
-    """The run was stopped by a signal before the output was written."""
+    """The command was stopped by a signal outside of generation; finished rows are kept."""
 
     exit_code = EXIT_STOPPED
 
@@ -60,13 +60,16 @@ class Interrupted(BaseException):
 # Every `error_code` a row can carry, with what it means. The README's table is checked against this one.
 ROW_ERROR_CODES = {
     "bad_json": "the line is not a JSON object",
+    "bad_csv": "the line is not a CSV record of the header's columns",
+    "bad_request": "the line is no OpenAI batch request that can be answered",
+    "unreadable": "the file is broken here; what follows in it is lost",
     "missing_prompt": "the row has no prompt column or the value is missing",
     "null_prompt": "the prompt is null",
     "not_text": "the prompt is not text (or messages are not a list of role and content)",
     "empty_prompt": "the prompt has no tokens",
     "no_messages": "the list of messages is empty",
     "unsupported_content": "a message holds a part that is not text",
-    "template_error": "the chat template refused the messages",
+    "template_error": "the chat template or the prompt template refused the row",
     "bad_token_ids": "a token id is outside the model's vocabulary",
     "bad_sampling_params": "the row's sampling_params can't be used",
     "prompt_too_long": "the prompt leaves no room for a token within max_model_len",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import threads
-from .config import EngineConfig
+from .config import EngineConfig, PromptConfig
 from .errors import RowError, UsageError
 from .request import CompletionOutput, Request, RequestOutput
 from .request import Sequence as SequenceInFlight
@@ -80,8 +80,8 @@ class LLM:
         from .prompts.render import PromptRenderer
 
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        renderer = PromptRenderer(self.get_tokenizer(), messages_column="messages")
-        renderer.check_columns(["messages"], has_rows=True)
+        renderer = PromptRenderer(self.get_tokenizer(), PromptConfig(messages_column="messages"))
+        renderer.check_columns(["messages"])
         return self._answer([{"messages": c} for c in conversations], renderer, sampling_params, use_tqdm)
 
     def _answer(

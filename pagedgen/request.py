@@ -16,6 +16,7 @@ class Request:
     `max_tokens` is the row's own limit already cut to the room the prompt leaves. `eos_token_ids` are the model's, none when
     the row ignores them. Random draws are keyed by (`seed`, `row_index`, `turn_index`, sample, position) alone. Rows share K/V
     only with rows of the same `cache_salt`. `later_tokens`: what the conversation's later turns may add to its length.
+    `sample_indices`: the samples to draw, when it isn't all of them (the others are there from an earlier run).
     """
 
     row_index: int
@@ -27,10 +28,22 @@ class Request:
     turn_index: int = 0
     cache_salt: str = ""
     later_tokens: int = 0
+    sample_indices: tuple[int, ...] = ()
+    num_truncated_tokens: int = 0  # of the prompt, cut before it came here
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Return the indices of the answers it gets: its samples, or the places of its best beams."""
+        return self.sample_indices or tuple(range(self.params.n))
+
+    @property
+    def num_sequences(self) -> int:
+        """Return how many sequences it has in flight: its samples or its beams."""
+        return self.params.beam_width if self.params.beam_width > 1 else len(self.samples)
 
     @property
     def max_kv_tokens(self) -> int:
@@ -71,11 +84,12 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request, sample_index: int = 0):
+    def __init__(self, request: Request, sample_index: int | None = None):
+        """Without `sample_index` it is the row's first; the others are forked from it."""
         self.request = request
-        self.sample_index = sample_index
+        self.sample_index = request.samples[0] if sample_index is None else sample_index
         # Samples or beams that will be forked from this one when its prompt is computed; they then share its blocks.
-        self.num_pending_samples = request.params.num_sequences - 1 if sample_index == 0 else 0
+        self.num_pending_samples = request.num_sequences - 1 if sample_index is None else 0
         self.beam_group: Any = None  # the row's search (`sampling.beam.BeamGroup`) when it has one
         self.score: float | None = None  # of a finished beam
         self.token_ids: list[int] = list(request.prompt_token_ids)
@@ -87,7 +101,7 @@ class Sequence:
         self.digests: list[bytes] = []  # of its first full blocks, owned by engine/prefix_cache.py
         self.num_expected_blocks = 0  # of these, how many are counted as to be used when it is admitted
         self.leading: list[bytes] = []  # digests of blocks it computes for others too, owned by engine/leaders.py
-        self.order = 0  # place in the queue, owned by engine/scheduler.py
+        self.order = (0, 0)  # place in the queue, owned by engine/scheduler.py
         self.num_preemptions = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

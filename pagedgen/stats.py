@@ -92,6 +92,9 @@ class RunStats:
     started: float = field(default_factory=perf_counter)
     rows: Counter[str] = field(default_factory=Counter)
     row_errors: Counter[str] = field(default_factory=Counter)
+    rows_reused: int = 0  # results that an earlier, stopped run left
+    stopped_by: str | None = None  # why the run ended before its rows did
+    input_waits: int = 0  # times the engine, once running, had nothing to do but wait for rows to be read
     prompt_tokens: int = 0
     generated_tokens: int = 0
     num_steps: int = 0
@@ -130,6 +133,10 @@ class RunStats:
         return {
             "rows": {"total": sum(self.rows.values()), **dict(sorted(self.rows.items()))},
             "row_errors": dict(sorted(self.row_errors.items())),
+            "rows_reused": self.rows_reused,
+            "partial": self.stopped_by is not None,
+            "stopped_by": self.stopped_by,
+            "input_waits": self.input_waits,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.prefix.saved_tokens + self.kept_tokens,
             "generated_tokens": self.generated_tokens,

@@ -28,11 +28,28 @@ LEAVES = {
 }
 # Who may import whom, within the package; a folder may always import itself and the leaves.
 ALLOWED = {
-    "pagedgen.cli": {"pagedgen", "pagedgen.job", "pagedgen.model.demo"},
+    "pagedgen.cli": {"pagedgen", "pagedgen.job", "pagedgen.model.demo", "pagedgen.stopping"},
     "pagedgen.kernels": set(),
     "pagedgen.recipes": {"pagedgen.kernels.api", "pagedgen.engine"},
-    "pagedgen.job": {"pagedgen.rows", "pagedgen.prompts", "pagedgen.engine", "pagedgen.job_rows"},
-    "pagedgen.job_rows": {"pagedgen.rows", "pagedgen.prompts"},
+    "pagedgen.job": {
+        "pagedgen.rows",
+        "pagedgen.engine",
+        "pagedgen.job_output",
+        "pagedgen.job_reader",
+        "pagedgen.job_setup",
+        "pagedgen.stopping",
+    },
+    "pagedgen.job_output": {"pagedgen.rows", "pagedgen.job_setup"},
+    "pagedgen.job_reader": {"pagedgen.rows", "pagedgen.prompts"},
+    "pagedgen.job_setup": {
+        "pagedgen",
+        "pagedgen.rows",
+        "pagedgen.prompts",
+        "pagedgen.engine",
+        "pagedgen.model.demo",
+        "pagedgen.job_reader",
+    },
+    "pagedgen.stopping": {"pagedgen.engine.feed"},
     "pagedgen.llm": {"pagedgen.prompts", "pagedgen.engine"},
     "pagedgen.rows": set(),
     "pagedgen.prompts": set(),
@@ -42,7 +59,7 @@ ALLOWED = {
 }
 NO_TORCH = [
     f"pagedgen.engine.{m}"
-    for m in ("scheduler", "block_manager", "block_pool", "leaders", "prefix_cache", "tiers", "planner", "batch", "block_map")
+    for m in ("scheduler", "block_manager", "block_pool", "leaders", "prefix_cache", "tiers", "planner", "batch", "block_map", "feed")
 ]
 
 

@@ -207,10 +207,14 @@ class BlockManager:
 
     # What is kept for later
 
-    def expect(self, sequence: Sequence) -> None:
-        """Count a row that is to be admitted as a user of its full blocks, but for one that ends with its last token."""
-        if self._keeps:
-            self.cache.expect(sequence, (len(sequence.token_ids) - 1) // self.block_size)
+    def expect(self, sequence: Sequence) -> int:
+        """Count a row that is to be admitted as a user of its full blocks, but for one that ends with its last token.
+
+        Return how many of these are there already, or others wait for.
+        """
+        if not self._keeps:
+            return 0
+        return self.cache.expect(sequence, (len(sequence.token_ids) - 1) // self.block_size)
 
     def forget(self, sequence: Sequence) -> None:
         """Stop counting a row that was admitted, or never will be."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from ..errors import MemoryPlanError, RowError
 from ..model import loader
 from ..request import Request, Sequence
-from ..sampling.beam import BeamGroup
 from ..sampling.sampler import ROWS_AT_ONCE, Sampler
 from ..sampling.stops import StopChecker
 from ..sampling_params import SamplingParams
@@ -18,10 +17,11 @@ from . import memory
 from .batch import BlockTableArray
 from .block_manager import BlockManager
 from .block_map import BlockMapWriter
-from .generation import Callbacks, Generation, StepReport, too_large
+from .feed import Control, Feed, ListFeed
+from .generation import Callbacks, Generation, StepReport
 from .model_runner import ModelRunner
 from .opened import OpenedModel
-from .planner import Plan, plan_requests
+from .planner import Plan, RequestLengths, plan_requests
 from .scheduler import Scheduler
 from .tiers import Tier
 
@@ -71,7 +71,7 @@ class Engine:
                 sample=lambda logits: self._sampler(logits[:ROWS_AT_ONCE], [probe] * min(len(logits), ROWS_AT_ONCE)),
             )
 
-    def plan(self, requests: list[Request], **not_run: int) -> Plan:
+    def plan(self, requests: list[Request], *, covers_all_rows: bool = True, **not_run: int) -> Plan:
         """Plan the requests on what memory is free now; `not_run` counts rows that ended before (see `planner.plan_job`).
 
         Raises:
@@ -79,31 +79,34 @@ class Engine:
         """
         config = self.opened.config
         return plan_requests(
-            requests,
+            RequestLengths(requests),
             self.opened.spec,
             config,
             device=memory.device_memory(config.device),
             own_bytes=_own_bytes(config.device),
             pending_bytes=self._activation_peak_bytes,
             activation_peak_bytes=self._activation_peak_bytes,
+            covers_all_rows=covers_all_rows,
             **not_run,
         )
 
     def generate(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request] | Feed,
         plan: Plan,
         *,
         on_finished: Callable[[Sequence], Request | None],
         on_error: Callable[[Request, int, RowError], None],
         on_step: Callable[[StepReport], None] = lambda report: None,
         on_note: Callable[[str], None] = lambda text: None,
+        control: Callable[[], Control] = lambda: Control.GO_ON,
         block_map: BlockMapWriter | None = None,
-    ) -> None:
+    ) -> bool:
         """Answer every request; each of its samples ends in exactly one call of `on_finished` or `on_error`.
 
         `on_finished` may return the request of the conversation's next turn, which goes on from the finished one's blocks and
-        is answered for that sample alone.
+        is answered for that sample alone. `control` is asked before each step; return False when it ended the run before all
+        rows were answered.
         """
         config, stats = self.opened.config, self.stats
         assert config.block_size
@@ -122,28 +125,17 @@ class Engine:
             max_num_batched_tokens=self._max_num_batched_tokens,
             watermark=config.watermark,
         )
-        with stats.timed("schedule"):
-            for request in self._in_order(requests):
-                error = too_large(request, blocks)
-                if error is not None:
-                    for sample in range(request.params.n):
-                        on_error(request, sample, error)
-                    continue
-                sequence = Sequence(request)
-                if request.params.beam_width > 1:
-                    sequence.beam_group = BeamGroup(sequence)
-                scheduler.add(sequence)
+        scheduler.prefix.enabled = config.enable_prefix_caching
         stats.blocks.total, stats.blocks.block_size = blocks.num_blocks, config.block_size
-        if config.enable_prefix_caching:
-            scheduler.prefix.enabled = True
-            scheduler.prefix.shareable_tokens = blocks.cache.shareable_tokens()
         with _out_of_memory_is_told(f"a KV pool of {blocks.num_blocks} blocks"):
             self._runner.allocate_cache(
                 blocks.num_blocks, host_blocks=host_blocks, disk_blocks=disk_blocks, disk_path=config.disk_swap_path
             )
         try:
             with scheduler:
-                Generation(
+                finished = Generation(
+                    feed=ListFeed(requests) if isinstance(requests, Iterable) else requests,
+                    longest_first=config.sort == "length",
                     runner=self._runner,
                     sampler=self._sampler,
                     stops=StopChecker(self.opened.tokenizer),
@@ -151,13 +143,14 @@ class Engine:
                     blocks=blocks,
                     tables=BlockTableArray(self._max_num_seqs),
                     stats=stats,
-                    callbacks=Callbacks(on_finished, on_error, on_step, on_note),
+                    callbacks=Callbacks(on_finished, on_error, on_step, on_note, control),
                     block_map=block_map,
                     audit=config.audit,
                 ).run()
             stats.peak_memory_bytes = _peak_bytes(config.device)
             if config.audit:
                 blocks.audit([])
+            return finished
         finally:
             self._runner.release_cache()  # the next call plans with this memory
 
@@ -193,13 +186,6 @@ class Engine:
         except OSError as error:
             on_note(f"the disk swap space failed while it was measured: {error}")
             return float("inf")
-
-    def _in_order(self, requests: Iterable[Request]) -> list[Request]:
-        """Longest expected rows first, so that short ones fill the tail; ties and `--sort none` keep the input order."""
-        ordered = list(requests)
-        if self.opened.config.sort == "length":
-            ordered.sort(key=lambda r: -r.max_kv_tokens)
-        return ordered
 
 
 @contextmanager

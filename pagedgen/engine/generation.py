@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from ..errors import RowError
 from ..request import Request, Sequence
+from ..sampling.beam import BeamGroup
 from ..sampling.sampler import Sampler
 from ..sampling.stops import StopChecker
 from ..stats import RunStats
 from .batch import BlockTableArray, PackedBatch, build_batch
 from .block_manager import BlockManager
 from .block_map import BlockMapWriter
+from .feed import LOOKAHEAD_ROWS, LOOKAHEAD_TOKENS, Control, Feed
 from .model_runner import ModelRunner
 from .scheduler import ScheduledStep, Scheduler
 from .tiers import Tier
@@ -44,12 +46,15 @@ class Callbacks:
     on_error: Callable[[Request, int, RowError], None]
     on_step: Callable[[StepReport], None]
     on_note: Callable[[str], None]
+    control: Callable[[], Control]
 
 
 @dataclass
 class Generation:
     """One call of `Engine.generate` on its way: everything a step needs."""
 
+    feed: Feed
+    longest_first: bool
     runner: ModelRunner
     sampler: Sampler
     stops: StopChecker
@@ -60,15 +65,28 @@ class Generation:
     callbacks: Callbacks
     block_map: BlockMapWriter | None
     audit: bool
+    _tokens_left: int = 0  # that the rows taken in may still get
 
-    def run(self) -> None:
-        """Step until every row has ended."""
+    def run(self) -> bool:
+        """Step until every row has ended, or `control` ends the run: then return False."""
         scheduler, blocks, stats = self.scheduler, self.blocks, self.stats
         finished = 0
-        tokens_left = sum(_most_tokens(s.request) * s.request.params.n for s in scheduler.waiting)
+        self._take_rows_in()
         start = perf_counter()
         stats.startup_s = start - stats.started
-        while scheduler.has_unfinished:
+        completed = True
+        while True:
+            control = self.callbacks.control()
+            scheduler.admitting = control is Control.GO_ON
+            if scheduler.admitting:
+                self._take_rows_in()
+            if not scheduler.has_unfinished and self.feed.exhausted:
+                break
+            if control is Control.DROP or (not scheduler.admitting and not scheduler.running):
+                completed = False
+                break
+            if not scheduler.has_unfinished:
+                continue  # rows are still being read
             generated_before = stats.generated_tokens
             with stats.timed("schedule"):
                 step = scheduler.schedule()
@@ -91,20 +109,54 @@ class Generation:
             if self.block_map is not None:
                 self.block_map.record(stats.num_steps, scheduler.running, blocks)
             stats.num_steps += 1
-            tokens_left -= stats.generated_tokens - generated_before
+            self._tokens_left -= stats.generated_tokens - generated_before
             for sequence in ended:
-                tokens_left -= _most_tokens(sequence.request) - sequence.num_generated_tokens
+                self._tokens_left -= _most_tokens(sequence.request) - sequence.num_generated_tokens
                 finished += 1
                 following = self._end(sequence)
-                tokens_left += _most_tokens(following) if following is not None else 0
+                self._tokens_left += _most_tokens(following) if following is not None else 0
             if self.audit:
                 blocks.audit(scheduler.running)
             self.callbacks.on_step(
-                StepReport(finished, stats.generated_tokens, tokens_left, blocks.num_used_blocks, blocks.num_blocks)
+                StepReport(finished, stats.generated_tokens, self._tokens_left, blocks.num_used_blocks, blocks.num_blocks)
             )
-        assert blocks.num_used_blocks == 0, f"{blocks.num_used_blocks} blocks leaked"
+        assert not completed or blocks.num_used_blocks == 0, f"{blocks.num_used_blocks} blocks leaked"
         stats.generate_s += perf_counter() - start
         _count(stats, scheduler, blocks)
+        return completed
+
+    def _take_rows_in(self) -> None:
+        """Queue the rows that are ready, as far as the engine looks ahead; with nothing else to do wait for some, once."""
+        scheduler, stats = self.scheduler, self.stats
+        while (
+            not self.feed.exhausted
+            and scheduler.num_waiting < LOOKAHEAD_ROWS
+            and scheduler.num_waiting_tokens < LOOKAHEAD_TOKENS
+        ):
+            begin = perf_counter()
+            wait = not scheduler.has_unfinished
+            requests = self.feed.take(wait=wait)
+            if stats.num_steps and wait:
+                stats.input_waits += 1
+                stats.add_time("wait for input", perf_counter() - begin)
+            if not requests:
+                return
+            with stats.timed("schedule"):
+                for request in requests:
+                    self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Queue a row, unless it can't fit the pool: longest expected rows first, so that short ones fill the tail."""
+        error = too_large(request, self.blocks)
+        if error is not None:
+            for sample in request.samples:
+                self.callbacks.on_error(request, sample, error)
+            return
+        sequence = Sequence(request)
+        if request.params.beam_width > 1:
+            sequence.beam_group = BeamGroup(sequence)
+        self.scheduler.add(sequence, -request.max_kv_tokens if self.longest_first else 0)
+        self._tokens_left += _most_tokens(request) * len(request.samples)
 
     def _make_moves(self, step: ScheduledStep) -> ScheduledStep:
         """Copy and move blocks as the schedule wants; return the step less rows whose K/V could not be moved.

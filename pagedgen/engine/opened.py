@@ -30,6 +30,33 @@ class OpenedModel:
         """Ids below this can be chosen: the embedding may be padded past the last token the tokenizer knows."""
         return min(self.spec.vocab_size, max(self.tokenizer.get_vocab().values(), default=self.spec.vocab_size - 1) + 1)
 
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse parameters that don't fit the model or the engine.
+
+        Raises:
+            RowError: bad_sampling_params, with the field and the limit.
+        """
+        outside = [t for t in params.stop_token_ids if t >= self.spec.vocab_size]
+        if outside:
+            raise RowError(
+                "bad_sampling_params",
+                f"stop_token_ids {outside} are outside the vocabulary of {self.spec.vocab_size}",
+            )
+        name = "beam_width" if params.beam_width > 1 else "n"
+        if params.num_sequences > (self.config.max_num_seqs or 1):
+            raise RowError(
+                "bad_sampling_params",
+                f"{name} {params.num_sequences} is more than --max-num-seqs {self.config.max_num_seqs}",
+            )
+        ending = self._eos_token_ids(params) | set(params.stop_token_ids)
+        if params.beam_width > 1 and params.beam_width * max(2, 1 + len(ending)) > self.num_token_ids:
+            raise RowError(
+                "bad_sampling_params", f"beam_width {params.beam_width} is too large for {self.num_token_ids} tokens"
+            )
+
+    def _eos_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset() if params.ignore_eos else frozenset(self.spec.eos_token_ids)
+
     def make_request(
         self,
         row_index: int,
@@ -39,6 +66,7 @@ class OpenedModel:
         turn_index: int = 0,
         cache_salt: str = "",
         later_tokens: int = 0,
+        num_truncated_tokens: int = 0,
     ) -> Request:
         """Return the engine's request for one prompt; `later_tokens` is cut to what the context has room for.
 
@@ -52,35 +80,19 @@ class OpenedModel:
                 "prompt_too_long",
                 f"the prompt has {len(prompt_token_ids)} tokens; max_model_len {self.config.max_model_len} leaves no room",
             )
-        outside = [t for t in params.stop_token_ids if t >= self.spec.vocab_size]
-        if outside:
-            raise RowError(
-                "bad_sampling_params",
-                f"stop_token_ids {outside} are outside the vocabulary of {self.spec.vocab_size}",
-            )
-        name = "beam_width" if params.beam_width > 1 else "n"
-        if params.num_sequences > (self.config.max_num_seqs or 1):
-            raise RowError(
-                "bad_sampling_params",
-                f"{name} {params.num_sequences} is more than --max-num-seqs {self.config.max_num_seqs}",
-            )
-        eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.spec.eos_token_ids)
-        continuations = params.beam_width * max(2, 1 + len(eos_token_ids | set(params.stop_token_ids)))
-        if params.beam_width > 1 and continuations > self.num_token_ids:
-            raise RowError(
-                "bad_sampling_params", f"beam_width {params.beam_width} is too large for {self.num_token_ids} tokens"
-            )
+        self.check_params(params)
         max_tokens = min(params.max_tokens, room)
         return Request(
             row_index=row_index,
             prompt_token_ids=prompt_token_ids,
             params=params,
             max_tokens=max_tokens,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=self._eos_token_ids(params),
             seed=self.config.seed if params.seed is None else params.seed,
             turn_index=turn_index,
             cache_salt=cache_salt,
             later_tokens=min(later_tokens, room - max_tokens),
+            num_truncated_tokens=num_truncated_tokens,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +38,7 @@ class Plan:
     num_rows: int
     num_row_errors: int  # rows that have no usable prompt
     num_too_long: int  # prompts that leave no room within max_model_len
+    num_skipped: int  # rows beyond --max-total-tokens
     num_too_large: int  # rows that need more blocks than the pool has
     prompt_tokens: int
     max_new_tokens: int
@@ -46,6 +49,7 @@ class Plan:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    covers_all_rows: bool  # False: planned on the rows read ahead, more were to come
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,6 +93,7 @@ def plan_job(
     num_row_errors: int = 0,
     num_too_long: int = 0,
     num_empty: int = 0,
+    num_skipped: int = 0,
     device_total_bytes: int,
     device_free_bytes: int,
     activation_peak_bytes: int,
@@ -97,13 +102,15 @@ def plan_job(
     swap_space_bytes: int = 0,
     disk_swap_bytes: int = 0,
     prefix_caching: bool = False,
+    covers_all_rows: bool = True,
 ) -> Plan:
     """Plan a job from its rows' lengths.
 
     prompt_lens, max_tokens: (num_rows,) tokens of each row with a usable prompt, and how many it may generate; samples
     (num_rows,): how many sequences of each, which share the prompt's full blocks (default: one); beams (num_rows,): True where
     these must run together; later_tokens (num_rows,): what later turns may add. Rows that ended before
-    (`num_row_errors`, `num_too_long`, and `num_empty` that ask for no token) are only counted.
+    (`num_row_errors`, `num_too_long`, `num_skipped`, and `num_empty` that ask for no token) are only counted. With
+    `covers_all_rows` False more rows are to come, and the pool takes all there is.
 
     Raises:
         MemoryPlanError: the pool can't hold even the shortest row; the message has every number.
@@ -150,7 +157,8 @@ def plan_job(
     in_flight = int(np.searchsorted(np.cumsum(n[largest]), max_num_seqs)) + 1
     peak = int(needs[largest][:in_flight].sum())
     # Beside the rows in flight, a prefix cache uses room for what later rows will look for.
-    usable = int(needs.sum()) if prefix_caching else peak
+    most = int(needs.sum()) if covers_all_rows else 2**62  # blocks the job's rows have
+    usable = most if prefix_caching or not covers_all_rows else peak
     mean_blocks = float(needs.mean()) if len(needs) else 1.0
     return Plan(
         weights_bytes=spec.weights_bytes,
@@ -162,10 +170,11 @@ def plan_job(
         device_free_bytes=device_free_bytes,
         available_kv_bytes=available_kv_bytes,
         max_block_num=int(max_block_num),
-        host_blocks=min(swap_space_bytes // bytes_per_block, int(needs.sum())),
-        disk_blocks=min(disk_swap_bytes // bytes_per_block, int(needs.sum())),
+        host_blocks=min(swap_space_bytes // bytes_per_block, most),
+        disk_blocks=min(disk_swap_bytes // bytes_per_block, most),
         num_blocks=num_gpu_blocks_override or min(int(max_block_num), max(usable, 1)),
-        num_rows=len(prompt_lens) + num_row_errors + num_too_long + num_empty,
+        num_rows=len(prompt_lens) + num_row_errors + num_too_long + num_empty + num_skipped,
+        num_skipped=num_skipped,
         num_row_errors=num_row_errors,
         num_too_long=num_too_long + int(too_long.sum()),
         num_too_large=int(too_large.sum()),
@@ -178,11 +187,34 @@ def plan_job(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        covers_all_rows=covers_all_rows,
     )
 
 
+class RequestLengths:
+    """What a plan needs of requests, in a few bytes each."""
+
+    def __init__(self, requests: Iterable[Request] = ()):
+        self._columns = {name: array("q") for name in ("prompt_lens", "max_tokens", "samples", "beams", "later_tokens")}
+        self.add(requests)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Take note of more requests."""
+        for request in requests:
+            self._columns["prompt_lens"].append(request.num_prompt_tokens)
+            self._columns["max_tokens"].append(request.max_tokens)
+            self._columns["samples"].append(request.num_sequences)
+            self._columns["beams"].append(request.params.beam_width > 1)
+            self._columns["later_tokens"].append(request.later_tokens)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return `plan_job`'s arguments, each (num_rows,)."""
+        found = {name: np.array(column, dtype=np.int64) for name, column in self._columns.items()}
+        return found | {"beams": found["beams"] > 0}
+
+
 def plan_requests(
-    requests: list[Request],
+    requests: RequestLengths,
     spec: ModelSpec,
     config: EngineConfig,
     *,
@@ -190,6 +222,7 @@ def plan_requests(
     own_bytes: int,
     pending_bytes: int,
     activation_peak_bytes: int,
+    covers_all_rows: bool = True,
     **not_run: int,
 ) -> Plan:
     """Plan requests on a device; see `plan_job` and `memory.available_kv_bytes`.
@@ -216,11 +249,7 @@ def plan_requests(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        prompt_lens=np.array([r.num_prompt_tokens for r in requests], dtype=np.int64),
-        max_tokens=np.array([r.max_tokens for r in requests], dtype=np.int64),
-        samples=np.array([r.params.num_sequences for r in requests], dtype=np.int64),
-        beams=np.array([r.params.beam_width > 1 for r in requests], dtype=bool),
-        later_tokens=np.array([r.later_tokens for r in requests], dtype=np.int64),
+        **requests.arrays(),
         device_total_bytes=device.total_bytes,
         device_free_bytes=device.free_bytes - own_swap_bytes,
         activation_peak_bytes=activation_peak_bytes,
@@ -229,5 +258,6 @@ def plan_requests(
         swap_space_bytes=config.swap_space_bytes,
         disk_swap_bytes=config.disk_swap_bytes,
         prefix_caching=config.enable_prefix_caching,
+        covers_all_rows=covers_all_rows,
         **not_run,
     )

@@ -96,15 +96,19 @@ class PrefixCache:
         """Return how many rows still to be admitted will look for a digest."""
         return self._users.get(digest, 0)
 
-    def expect(self, sequence: Sequence, num_blocks: int) -> None:
-        """Count a row that is to be admitted as a user of its first full blocks."""
+    def expect(self, sequence: Sequence, num_blocks: int) -> int:
+        """Count a row that is to be admitted as a user of its first full blocks; return how many of them are there already, or
+        others wait for."""
         assert sequence.num_expected_blocks == 0
         sequence.num_expected_blocks = num_blocks
+        num_known = 0
         for digest in self.digests(sequence, num_blocks):
-            self._users[digest] += 1
             block = self._blocks.get(digest)
+            num_known += block is not None or digest in self._users
+            self._users[digest] += 1
             if block is not None and block.key is not None:
                 self._queue(block)
+        return num_known
 
     def claim(self, sequence: Sequence) -> list[CachedBlock]:
         """Stop counting a row, which is now admitted or gone; return idle blocks that nobody will look for any more."""
@@ -123,10 +127,6 @@ class PrefixCache:
                     useless.append(block)
         sequence.num_expected_blocks = 0
         return useless
-
-    def shareable_tokens(self) -> int:
-        """Return the prompt tokens that need not be computed if every common prefix is computed once."""
-        return sum(users - 1 for users in self._users.values()) * self._block_size
 
     # The index
 

@@ -68,8 +68,10 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._watermark_blocks = int(watermark * block_manager.num_blocks)
         self._expected_share = expected_share
-        self._waiting: list[tuple[int, int, Sequence]] = []  # a heap by place in the queue and sample
+        self._waiting: list[tuple[bool, tuple[int, int], int, Sequence]] = []  # a heap, see `_queue`
         self._num_added = 0
+        self.num_waiting_tokens = 0  # of prompts that were not admitted yet
+        self.admitting = True  # False: running rows go on, no other begins
         self._leaders = Leaders()
         self.running: list[Sequence] = []  # oldest admission first
         self.prefix = PrefixCounters()
@@ -90,21 +92,25 @@ class Scheduler:
         self._waiting.clear()
         self._leaders = Leaders()
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind those already waiting."""
+    def add(self, sequence: Sequence, priority: int = 0) -> None:
+        """Queue a sequence: those of a smaller `priority` come first, equal ones in the order they were added."""
         assert self._blocks.blocks_needed(sequence.request) <= self._blocks.num_blocks
-        sequence.order = self._num_added
+        sequence.order = (priority, self._num_added)
         self._num_added += 1
-        self._blocks.expect(sequence)
+        self.num_waiting_tokens += sequence.num_prompt_tokens
+        known = self._blocks.expect(sequence)
+        if self.prefix.enabled:
+            self.prefix.shareable_tokens += known * self._blocks.block_size
         self._queue(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.order, sequence.sample_index, sequence))
+        """Let a row wait; those that ran before come first: what they had computed may still be there."""
+        heapq.heappush(self._waiting, (not sequence.num_preemptions, sequence.order, sequence.sample_index, sequence))
 
     @property
     def waiting(self) -> list[Sequence]:
         """Return the rows that are not running."""
-        return [s for _, _, s in self._waiting] + self._leaders.followers()
+        return [entry[-1] for entry in self._waiting] + self._leaders.followers()
 
     @property
     def num_waiting(self) -> int:
@@ -139,7 +145,7 @@ class Scheduler:
                 prefills.append((sequence, granted))
                 prefill_budget -= granted
 
-        if self.num_preemptions == preemptions_before:
+        if self.admitting and self.num_preemptions == preemptions_before:
             self._admit(prefills, prefill_budget)
         step = ScheduledStep(
             sequences=decodes + [s for s, _ in prefills],
@@ -173,13 +179,17 @@ class Scheduler:
             self.finish(sequence)
             return
         self._blocks.forget(sequence)
-        self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
+        if not sequence.num_preemptions:
+            self.num_waiting_tokens -= sequence.num_prompt_tokens
+        self._waiting = [entry for entry in self._waiting if entry[-1] is not sequence]
         heapq.heapify(self._waiting)
         self._leaders.forget(sequence)
 
     def fork(self, parent: Sequence) -> list[Sequence]:
         """Start the other samples or beams of a row whose prompt was just computed, with its blocks and behind it."""
-        children = [Sequence(parent.request, i) for i in range(1, parent.num_pending_samples + 1)]
+        beams = parent.beam_group is not None
+        indices = range(1, parent.num_pending_samples + 1) if beams else parent.request.samples[1:]
+        children = [Sequence(parent.request, i) for i in indices]
         parent.num_pending_samples = 0
         for child in children:
             self._blocks.fork(parent, child)
@@ -193,7 +203,6 @@ class Scheduler:
     def next_turn(self, sequence: Sequence, request: Request) -> Sequence:
         """Go on with a conversation: the next turn takes a finished one's place and the blocks of their common beginning."""
         successor = Sequence(request, sequence.sample_index)
-        successor.num_pending_samples = 0
         successor.order = sequence.order
         kept = min(_common_prefix(sequence, successor), successor.num_prompt_tokens - 1)
         self._let_go(self._leaders.settle(sequence, sequence.digests))
@@ -262,7 +271,7 @@ class Scheduler:
         growth = sum(self._expected_blocks(s) - len(s.block_table) for s in self.running)
         size = self._blocks.block_size
         while self._waiting and prefill_budget > 0:
-            sequence = self._waiting[0][2]
+            sequence = self._waiting[0][-1]
             if num_seqs + 1 + sequence.num_pending_samples > self._max_num_seqs:
                 return
             hits = self._blocks.match(sequence)
@@ -278,6 +287,8 @@ class Scheduler:
                 assert self.running, "a row that fits the pool has no room in an empty one"
                 return
             heapq.heappop(self._waiting)
+            if not sequence.num_preemptions:
+                self.num_waiting_tokens -= sequence.num_prompt_tokens
             self._count_hits(sequence, len(hits))
             self._leaders.lead(sequence, self._shared_digests(sequence, len(hits)), self._blocks.cache.users)
             growth += max(0, self._expected_blocks(sequence) - len(sequence.block_table))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InputError, RowError, UsageError
+from ..config import PromptConfig
+from ..errors import InputError, RowError
+from .template import PromptTemplate
 
 MESSAGES_COLUMN = "messages"
 TURNS_COLUMN = "turns"
@@ -14,58 +17,74 @@ TURNS_COLUMN = "turns"
 PROMPT_COLUMNS = ("prompt", "text", "question")
 TOKEN_IDS_COLUMN = "prompt_token_ids"
 _COLUMNS = (MESSAGES_COLUMN, *PROMPT_COLUMNS, TURNS_COLUMN, TOKEN_IDS_COLUMN)
+# What a chat's template is given besides the messages, when the row has it.
+CHAT_COLUMNS = ("tools", "documents")
 
 
 @dataclass(frozen=True)
 class Rendered:
     """What to tokenize. Exactly one of `text` and `token_ids` is set; a chat's template already wrote its special tokens.
 
-    `turns`: what the user says in a conversation of several turns; the text is then the first one's.
+    `turns`: what the user says in a conversation of several turns; the text is then the first one's. `messages`: what a chat's
+    text was rendered from, and `given` what the template got besides.
     """
 
     text: str | None = None
     token_ids: list[int] | None = None
-    from_template: bool = False
     turns: tuple[str, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def from_template(self) -> bool:
+        return bool(self.messages)
 
 
 class PromptRenderer:
     """Find a row's prompt and render it.
 
-    Without named columns a row's prompt is its `messages`, else `prompt`, `text`, `question`, `turns`, `prompt_token_ids`.
+    Without named columns or a template a row's prompt is its `messages`, else `prompt`, `text`, `question`, `turns`,
+    `prompt_token_ids`.
     """
 
-    def __init__(self, tokenizer: Any, *, prompt_column: str | None = None, messages_column: str | None = None):
+    def __init__(self, tokenizer: Any, config: PromptConfig | None = None):
         self._tokenizer = tokenizer
-        self._prompt_column = prompt_column
-        self._messages_column = messages_column
+        self._config = config = config or PromptConfig()
+        self._template = PromptTemplate(config.prompt_template) if config.prompt_template is not None else None
 
-    def check_columns(self, names: list[str], *, has_rows: bool) -> None:
+    def columns(self) -> list[str]:
+        """Return the columns that rendering may look at."""
+        config = self._config
+        if self._template is not None:
+            return [*self._template.columns, *CHAT_COLUMNS]
+        named = config.prompt_column or config.messages_column
+        return [*((named,) if named else _COLUMNS), *CHAT_COLUMNS]
+
+    def check_columns(self, names: list[str]) -> None:
         """Refuse columns that aren't there, and chats without a template, before anything is loaded.
 
         Raises:
             InputError: the message names the columns found.
         """
-        if self._prompt_column and self._messages_column:
-            raise UsageError("--prompt-column and --messages-column exclude each other: a row has one prompt")
-        if not has_rows:
-            return
+        config = self._config
         found = ", ".join(names) or "none"
-        for flag, column in (("--prompt-column", self._prompt_column), ("--messages-column", self._messages_column)):
+        for flag, column in (("--prompt-column", config.prompt_column), ("--messages-column", config.messages_column)):
             if column is not None and column not in names:
                 raise InputError(f"{flag} {column}: no such column; found {found}")
-        if self._prompt_column or self._messages_column:
-            chat = self._messages_column is not None
-        else:
-            candidates = _COLUMNS
-            if not any(c in names for c in candidates):
+        chat = config.makes_chats or config.messages_column is not None
+        if self._template is not None:
+            missing = [c for c in self._template.columns if c not in names]
+            if missing and len(missing) == len(self._template.columns):
+                raise InputError(f"--prompt-template names {', '.join(missing)}: no such column; found {found}")
+        elif not (config.prompt_column or config.messages_column):
+            if not any(c in names for c in _COLUMNS):
                 raise InputError(
-                    f"no prompt column: looked for {', '.join(candidates)}, found {found}; name one with --prompt-column"
+                    f"no prompt column: looked for {', '.join(_COLUMNS)}, found {found}; name one with --prompt-column"
                 )
-            chat = MESSAGES_COLUMN in names or (TURNS_COLUMN in names and not any(c in names for c in PROMPT_COLUMNS))
+            chat |= MESSAGES_COLUMN in names or (TURNS_COLUMN in names and not any(c in names for c in PROMPT_COLUMNS))
         if chat and not getattr(self._tokenizer, "chat_template", None):
             raise InputError(
-                "the rows hold messages, but the model's tokenizer has no chat template; pass one with --chat-template FILE"
+                "the rows are to be chats, but the model's tokenizer has no chat template; pass one with --chat-template FILE"
             )
 
     def render(self, values: Mapping[str, Any]) -> Rendered:
@@ -74,23 +93,48 @@ class PromptRenderer:
         Raises:
             RowError: there is no prompt, or it can't be rendered.
         """
+        config = self._config
+        if self._template is not None:
+            return self._text(self._template.render(values), values)
         column = self._column(values)
         value = values[column]
-        if column == self._messages_column or (column == MESSAGES_COLUMN and self._prompt_column is None):
-            return Rendered(text=self.render_chat(value), from_template=True)
-        if column == TURNS_COLUMN and self._prompt_column is None:
+        if column == config.messages_column or (column == MESSAGES_COLUMN and config.prompt_column is None):
+            return self._chat(normalize_messages(value), values)
+        if column == TURNS_COLUMN and config.prompt_column is None:
             turns = _turns(value)
-            return Rendered(text=self.render_chat([user_message(turns[0])]), from_template=True, turns=turns)
+            return self._chat([user_message(turns[0])], values, turns)
         if value is None:
             raise RowError("null_prompt", f"column {column} is null")
         if column == TOKEN_IDS_COLUMN:
             return Rendered(token_ids=_token_ids(value))
         if not isinstance(value, str):
             raise RowError("not_text", f"column {column} holds {type(value).__name__}, not text")
-        return Rendered(text=value)
+        return self._text(value, values)
+
+    def num_turns(self, values: Mapping[str, Any]) -> int:
+        """Return how many turns the conversation of a row has; 1 where it is none."""
+        if self._template is not None or self._config.prompt_column or self._config.messages_column:
+            return 1
+        try:
+            return len(_turns(values[TURNS_COLUMN])) if self._column(values) == TURNS_COLUMN else 1
+        except RowError:
+            return 1
+
+    def _text(self, text: str, values: Mapping[str, Any]) -> Rendered:
+        if self._config.makes_chats:
+            if not text:
+                raise RowError("empty_prompt", "the prompt is empty")
+            return self._chat([user_message(text)], values)
+        return Rendered(text=text)
+
+    def _chat(self, messages: list[dict[str, Any]], values: Mapping[str, Any], turns: tuple[str, ...] = ()) -> Rendered:
+        if self._config.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._config.system_prompt}, *messages]
+        given = {name: _objects(values[name], name) for name in CHAT_COLUMNS if values.get(name) is not None}
+        return Rendered(self.render_chat(messages, given), turns=turns, messages=tuple(messages), given=given)
 
     def _column(self, values: Mapping[str, Any]) -> str:
-        named = self._messages_column or self._prompt_column
+        named = self._config.messages_column or self._config.prompt_column
         if named:
             if named not in values:
                 raise RowError("missing_prompt", f"the row has no column {named}")
@@ -103,17 +147,18 @@ class PromptRenderer:
             f"the row has none of the columns {', '.join(_COLUMNS)}",
         )
 
-    def render_chat(self, value: Any) -> str:
-        """Render messages by the tokenizer's template. A last message of the assistant is continued, not answered.
+    def render_chat(self, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> str:
+        """Render messages by the tokenizer's template, which is `given` tools and documents too.
+
+        A last message of the assistant is continued, not answered.
 
         Raises:
-            RowError: they are no messages, or the template refuses them.
+            RowError: the template refuses them.
         """
-        messages = normalize_messages(value)
         continued = messages[-1]["role"] == "assistant"
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued
+                messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued, **given
             )
         except Exception as error:  # a template is foreign code and raises what it likes
             reason = str(error).strip() or type(error).__name__
@@ -136,13 +181,34 @@ def normalize_messages(value: Any) -> list[dict[str, Any]]:
     for place, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RowError("not_text", f"message {place} is not an object with a role")
-        kept = {k: v for k, v in message.items() if v is not None}
+        kept = without_nulls(message)
         if "content" not in kept and "tool_calls" not in kept:
             raise RowError("null_prompt", f"message {place} ({message['role']}) has no content")
         if "content" in kept:
             kept["content"] = _join_parts(kept["content"], place)
         messages.append(kept)
     return messages
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without members that are null: Parquet gives every object the members of all."""
+    if isinstance(value, Mapping):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(v) for v in value]
+    return value
+
+
+def _objects(value: Any, column: str) -> list[Any]:
+    """Return the tools or documents of a row: a list of objects, or the JSON text of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError("template_error", f"column {column} is not JSON: {error}") from error
+    if not isinstance(value, (list, tuple)) or not all(isinstance(v, Mapping) for v in value):
+        raise RowError("template_error", f"column {column} is not a list of objects")
+    return without_nulls(value)
 
 
 def user_message(content: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import RowError
 from .render import PromptRenderer, Rendered, user_message
 from .tokenize import PromptTokenizer
 
@@ -12,24 +11,25 @@ from .tokenize import PromptTokenizer
 class Conversation:
     """One conversation as it goes on. Knows texts and token ids, not the engine."""
 
-    def __init__(self, renderer: PromptRenderer, tokenizer: PromptTokenizer, turns: tuple[str, ...]):
+    def __init__(self, renderer: PromptRenderer, tokenizer: PromptTokenizer, first: Rendered):
+        """`first`: the first turn's prompt, which has the `turns` of all."""
         self._renderer = renderer
         self._tokenizer = tokenizer
-        self._turns = turns
-        self._messages: list[dict[str, Any]] = [user_message(turns[0])]
+        self._first = first
+        self._messages: list[dict[str, Any]] = list(first.messages)
 
     @property
     def num_turns(self) -> int:
-        return len(self._turns)
+        return len(self._first.turns)
 
     @property
     def num_asked(self) -> int:
         """Turns the user has had."""
-        return (len(self._messages) + 1) // 2
+        return sum(message["role"] == "user" for message in self._messages)
 
     def fork(self) -> Conversation:
         """Return the same conversation, to go on in another way."""
-        other = Conversation(self._renderer, self._tokenizer, self._turns)
+        other = Conversation(self._renderer, self._tokenizer, self._first)
         other._messages = list(self._messages)
         return other
 
@@ -39,14 +39,14 @@ class Conversation:
         Raises:
             RowError: the template refuses the conversation.
         """
-        if len(self._turns) == 1:
+        if self.num_turns == 1:
             return 0
-        messages: list[dict[str, Any]] = []
-        for turn in self._turns:
-            messages += [user_message(turn), {"role": "assistant", "content": ""}]
-        first = self._tokenize(self._renderer.render_chat(messages[:1]))
-        whole = self._tokenize(self._renderer.render_chat(messages[:-1]))
-        return len(whole) - len(first) + max_tokens * (len(self._turns) - 1)
+        messages = list(self._first.messages)
+        for turn in self._first.turns[1:]:
+            messages += [{"role": "assistant", "content": ""}, user_message(turn)]
+        first = self._tokenize(list(self._first.messages))
+        whole = self._tokenize(messages)
+        return len(whole) - len(first) + max_tokens * (self.num_turns - 1)
 
     def next_prompt(self, answer: str, prompt_token_ids: list[int], answer_token_ids: list[int]) -> list[int] | None:
         """Take the assistant's answer and return the token ids of the next turn's prompt; None after the last turn.
@@ -58,17 +58,18 @@ class Conversation:
         Raises:
             RowError: the conversation can't be rendered or tokenized.
         """
-        if self.num_asked == len(self._turns):
+        if self.num_asked == self.num_turns:
             return None
-        before = self._renderer.render_chat(self._messages)
-        self._messages += [{"role": "assistant", "content": answer}, user_message(self._turns[self.num_asked])]
-        whole = self._renderer.render_chat(self._messages)
+        before = self._render(self._messages)
+        self._messages += [{"role": "assistant", "content": answer}, user_message(self._first.turns[self.num_asked])]
+        whole = self._render(self._messages)
         if whole.startswith(before + answer) and self._tokenizer.decodes_to(answer_token_ids, answer):
-            return [*prompt_token_ids, *answer_token_ids, *self._tokenize(whole[len(before) + len(answer) :])]
-        return self._tokenize(whole)
+            added = self._tokenizer.encode_template_text(whole[len(before) + len(answer) :])
+            return [*prompt_token_ids, *answer_token_ids, *added]
+        return self._tokenize(self._messages)
 
-    def _tokenize(self, text: str) -> list[int]:
-        token_ids = self._tokenizer.tokenize([Rendered(text=text, from_template=True)])[0]
-        if isinstance(token_ids, RowError):
-            raise token_ids
-        return token_ids
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        return self._renderer.render_chat(messages, self._first.given)
+
+    def _tokenize(self, messages: list[dict[str, Any]]) -> list[int]:
+        return self._tokenizer.encode_template_text(self._render(messages))

@@ -1,12 +1,12 @@
-"""The output's columns: ours, always the same, around the input's own."""
+"""The output's columns: ours, always the same, around the input's own; and how values become JSON."""
 
 from __future__ import annotations
 
 import base64
 import datetime
 import decimal
-import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ TAIL_COLUMNS = (
     "finish_reason",
     "stop_reason",
     "num_prompt_tokens",
+    "num_truncated_tokens",
     "num_cached_tokens",
     "num_generated_tokens",
     "score",
@@ -29,18 +30,17 @@ TAIL_COLUMNS = (
 
 @dataclass
 class Result:
-    """One finished row: the input's values and what came of them. `finish_reason` is stop, length or error."""
+    """What came of one row, sample and turn. `finish_reason` is stop, length, error or skipped."""
 
     row_index: int
-    row_id: Any
-    values: dict[str, Any]
     sample_index: int = 0
     turn_index: int = 0
     response: str | None = None
     token_ids: list[int] | None = None
     finish_reason: str = "error"
-    stop_reason: int | str | None = None
+    stop_reason: str | None = None
     num_prompt_tokens: int | None = None
+    num_truncated_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     score: float | None = None
@@ -51,16 +51,22 @@ class Result:
 
 @dataclass(frozen=True)
 class OutputSchema:
-    """Names of the output's columns. An input column called like one of ours is written as `input_<name>`."""
+    """Names of the output's columns. An input column called like one of ours is written as `input_<name>`.
+
+    `id_column`: the input's column that becomes `id`, None for the row's index. A column `id` that does isn't carried twice.
+    """
 
     input_columns: tuple[str, ...]
+    id_column: str | None
     with_token_ids: bool
+    with_cached_tokens: bool
     names: dict[str, str] = field(init=False, repr=False, compare=False)  # input column -> output column
 
     def __post_init__(self) -> None:
-        taken = set(HEAD_COLUMNS + TAIL_COLUMNS) | set(self.input_columns)
+        carried = [c for c in self.input_columns if c != "id" or self.id_column != "id"]
+        taken = set(HEAD_COLUMNS + TAIL_COLUMNS) | set(carried)
         names = {}
-        for column in self.input_columns:
+        for column in carried:
             name = column
             while name in HEAD_COLUMNS + TAIL_COLUMNS or (name != column and name in taken):
                 name = f"input_{name}"
@@ -69,101 +75,34 @@ class OutputSchema:
         object.__setattr__(self, "names", names)
 
     @property
+    def tail_columns(self) -> list[str]:
+        left_out = {"token_ids"} if not self.with_token_ids else set()
+        left_out |= {"num_cached_tokens"} if not self.with_cached_tokens else set()
+        return [c for c in TAIL_COLUMNS if c not in left_out]
+
+    @property
     def columns(self) -> list[str]:
         """Return the output's column names in order."""
-        tail = [c for c in TAIL_COLUMNS if c != "token_ids" or self.with_token_ids]
-        return [*HEAD_COLUMNS, *self.names.values(), *tail]
+        return [*HEAD_COLUMNS, *self.names.values(), *self.tail_columns]
 
-    def to_dict(self, result: Result) -> dict[str, Any]:
-        """Return one output row with every column present."""
-        row: dict[str, Any] = {
-            "id": result.row_id,
-            "row_index": result.row_index,
-            "sample_index": result.sample_index,
-            "turn_index": result.turn_index,
-        }
-        for column in self.input_columns:
-            row[self.names[column]] = result.values.get(column)
-        row["response"] = result.response
-        if self.with_token_ids:
-            row["token_ids"] = result.token_ids
-        row["finish_reason"] = result.finish_reason
-        row["stop_reason"] = None if result.stop_reason is None else str(result.stop_reason)
-        row["num_prompt_tokens"] = result.num_prompt_tokens
-        row["num_cached_tokens"] = result.num_cached_tokens
-        row["num_generated_tokens"] = result.num_generated_tokens
-        row["score"] = result.score
-        row["seed"] = result.seed
-        row["error_code"] = result.error_code
-        row["error"] = result.error
+    def to_dict(self, result: Result, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return one output row with every column present, given the input row's values."""
+        row: dict[str, Any] = {name: getattr(result, name) for name in HEAD_COLUMNS[1:]}
+        row = {"id": values.get(self.id_column) if self.id_column else result.row_index, **row}
+        for column, name in self.names.items():
+            row[name] = values.get(column)
+        row.update((name, getattr(result, name)) for name in self.tail_columns)
         return row
 
-    def arrow_schema(
-        self, rows: list[dict[str, Any]], input_types: dict[str, Any], id_column: str | None
-    ) -> tuple[Any, set[str]]:
-        """Return the Arrow schema of the output, and the names of columns whose values are written as JSON text.
 
-        `input_types` are the Parquet types of input columns; a column without one (JSONL) gets the type its values have, or
-        JSON text where they have no common one that holds them exactly.
-        """
-        import pyarrow as pa
-
-        types: dict[str, Any] = dict.fromkeys(HEAD_COLUMNS + TAIL_COLUMNS, pa.string())
-        types |= {"row_index": pa.int64(), "sample_index": pa.int32(), "turn_index": pa.int32()}
-        types |= {"token_ids": pa.list_(pa.int32()), "score": pa.float64(), "seed": pa.uint64()}
-        types |= dict.fromkeys(("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens"), pa.int64())
-        types["id"] = input_types.get(id_column) if id_column else pa.int64()
-        types |= {name: input_types.get(column) for column, name in self.names.items()}
-        as_json = set()
-        for name, arrow_type in types.items():
-            if arrow_type is None:
-                inferred = _infer([row[name] for row in rows])
-                types[name] = inferred or pa.string()
-                if inferred is None:
-                    as_json.add(name)
-        return pa.schema([pa.field(text_of(name), types[name]) for name in self.columns]), as_json
-
-
-def _infer(values: list[Any]) -> Any:
-    """Return the Arrow type that holds every value exactly, or None where only JSON text does."""
+def own_types() -> dict[str, Any]:
+    """Return the Arrow types of our columns, `id` left out: it has its column's."""
     import pyarrow as pa
 
-    if all(value is None or isinstance(value, str) for value in values):
-        return pa.string()
-    try:
-        array = pa.array(values)
-    except (pa.ArrowException, OverflowError, ValueError, TypeError):
-        return None
-    if _has_no_members(array.type):
-        return None
-    if pa.types.is_floating(array.type) and any(isinstance(v, int) for v in values):
-        return None  # integers beside floats: a float column would lose their exact value
-    return array.type if repr(array.to_pylist()) == repr(values) else None  # repr: NaN equals itself, 1 is not 1.0 or True
-
-
-def _has_no_members(arrow_type: Any) -> bool:
-    """True for types Parquet can't store: empty structs anywhere inside."""
-    import pyarrow as pa
-
-    if pa.types.is_struct(arrow_type):
-        members = [arrow_type.field(i).type for i in range(arrow_type.num_fields)]
-        return not members or any(_has_no_members(m) for m in members)
-    if pa.types.is_list(arrow_type):
-        return _has_no_members(arrow_type.value_type)
-    return False
-
-
-def fit(value: Any, arrow_type: Any, *, as_json: bool) -> Any:
-    """Return a value as its column takes it: as JSON text, as text that has a UTF-8 form, or as it is."""
-    import pyarrow as pa
-
-    if value is None:
-        return None
-    if as_json:
-        return text_of(json.dumps(jsonable(value), ensure_ascii=False))
-    if isinstance(value, str) and (pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type)):
-        return text_of(value)
-    return value
+    types: dict[str, Any] = dict.fromkeys(HEAD_COLUMNS[1:] + TAIL_COLUMNS, pa.string())
+    types |= {"row_index": pa.int64(), "sample_index": pa.int32(), "turn_index": pa.int32()}
+    types |= {"token_ids": pa.list_(pa.int32()), "score": pa.float64(), "seed": pa.uint64()}
+    return types | {name: pa.int64() for name in TAIL_COLUMNS if name.startswith("num_")}
 
 
 def text_of(value: str) -> str:

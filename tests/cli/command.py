@@ -13,6 +13,8 @@ import traceback
 import warnings
 from unittest import mock
 
+from pagedgen.cli.signals import STOPPING
+
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 COMMAND = [sys.executable, "-c", "from pagedgen.cli.main import main; main()"]
 
@@ -23,7 +25,7 @@ def pagedgen(*args, cwd="."):
 
     arguments = [str(a) for a in args]
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
     code = 0
     with (
         contextlib.redirect_stdout(out),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -333,28 +331,6 @@ def test_plan_foretells_what_run_does(tiny_model, prompts, tmp_path):
 def test_default_max_tokens_is_said(tiny_model, prompts):
     done = pagedgen("run", tiny_model(), prompts, "-o", "-", "--limit", 1)
     assert "max_tokens 512, the default" in done.stderr
-
-
-@pytest.mark.parametrize("sent", [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT,) * 2, (signal.SIGTERM, signal.SIGINT)])
-def test_a_signal_ends_with_code_75_and_no_half_output(tiny_model, tmp_path, sent):
-    source, out = tmp_path / "many.jsonl", tmp_path / "o.jsonl"
-    source.write_text('{"prompt": "go on"}\n' * 3000)
-    process = subprocess.Popen(
-        [*COMMAND, "run", str(tiny_model()), str(source), "-o", str(out), "--max-tokens", "400", "--ignore-eos"],
-        stderr=subprocess.PIPE, text=True, env=ENV,
-    )  # fmt: skip
-    with process.stderr:
-        for line in process.stderr:
-            if "generating" in line:
-                break
-        time.sleep(0.5)
-        for number in sent:
-            process.send_signal(number)
-            time.sleep(0.001)
-        said = process.stderr.read()
-    assert process.wait(30) == 75
-    assert "Traceback" not in said
-    assert os.listdir(tmp_path) == ["many.jsonl"]
 
 
 def test_version_and_no_arguments():

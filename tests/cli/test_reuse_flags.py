@@ -80,7 +80,7 @@ def test_flags_that_make_no_sense_are_told_before_weights_load(tiny_model, promp
 def test_prefix_cache_on_and_off_write_the_same_answers(tiny_model, prompts, tmp_path):
     outs = [tmp_path / "on.jsonl", tmp_path / "off.jsonl"]
     for out, flag in zip(outs, ("--enable-prefix-caching", "--no-enable-prefix-caching"), strict=True):
-        done = pagedgen("run", tiny_model(), prompts, "-o", out, flag, "--max-tokens", 5, "--block-size", 4, "--audit")
+        done = pagedgen("run", tiny_model(), prompts, "-o", out, flag, "--max-tokens", 5, "--block-size", 4, "--audit", "--cached-tokens")
         assert done.returncode == 0, done.stderr
     on, off = map(read_jsonl, outs)
     assert [r["response"] for r in on] == [r["response"] for r in off]
@@ -99,7 +99,7 @@ def test_salts_keep_rows_apart(tiny_model, tmp_path):
     out = tmp_path / "o.jsonl"
     done = pagedgen(
         "run", tiny_model(), write_jsonl(tmp_path / "p.jsonl", rows), "-o", out, "--cache-salt-column", "salt",
-        "--block-size", 4, "--max-tokens", 3, "--sort", "none",
+        "--block-size", 4, "--max-tokens", 3, "--sort", "none", "--cached-tokens",
     )  # fmt: skip
     assert done.returncode == 3
     got = read_jsonl(out)
@@ -122,8 +122,9 @@ def test_a_row_for_each_turn(tiny_model, tmp_path, suffix):
     else:
         pq.write_table(pa.Table.from_pylist(rows), source)
     done = pagedgen(
-        "run", tiny_model(), source, "-o", out, "--max-tokens", 6, "--ignore-eos", "--audit", "--n", 2, "--temperature", 1
-    )
+        "run", tiny_model(), source, "-o", out, "--max-tokens", 6, "--ignore-eos", "--audit", "--n", 2, "--temperature", 1,
+        "--cached-tokens",
+    )  # fmt: skip
     assert done.returncode == 3, done.stderr
     got = read_jsonl(out) if suffix == "jsonl" else pq.read_table(out).to_pylist()
     assert [(r["question_id"], r["sample_index"], r["turn_index"]) for r in got] == [

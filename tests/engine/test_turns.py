@@ -36,7 +36,7 @@ class Talk:
         requests = []
         for row, turns in enumerate(conversations):
             rendered = self.renderer.render({"turns": list(turns)})
-            conversation = Conversation(self.renderer, self.tokenizer, rendered.turns)
+            conversation = Conversation(self.renderer, self.tokenizer, rendered)
             states.update({(row, sample): conversation.fork() for sample in range(params.n)})
             ids = self.tokenizer.tokenize([rendered])[0]
             later = conversation.later_tokens(params.max_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pagedgen.config import PromptConfig
 from pagedgen.errors import ROW_ERROR_CODES, InputError, Interrupted, RowError, UsageError
 from pagedgen.prompts.render import PromptRenderer, Rendered
 from pagedgen.prompts.tokenize import PromptTokenizer
@@ -24,14 +25,18 @@ def bos_tokenizer(tiny_model):
     return AutoTokenizer.from_pretrained(tiny_model("llama", bos=True, chat_template=template))
 
 
-def render_and_tokenize(tokenizer, values, **columns):
-    rendered = PromptRenderer(tokenizer, **columns).render(values)
+def renderer_of(tokenizer, **settings):
+    return PromptRenderer(tokenizer, PromptConfig(**settings))
+
+
+def render_and_tokenize(tokenizer, values, **settings):
+    rendered = renderer_of(tokenizer, **settings).render(values)
     return PromptTokenizer(tokenizer, 263).tokenize([rendered])[0]
 
 
-def error_code(tokenizer, values, **columns):
+def error_code(tokenizer, values, **settings):
     try:
-        ids = render_and_tokenize(tokenizer, values, **columns)
+        ids = render_and_tokenize(tokenizer, values, **settings)
     except RowError as error:
         return error.code
     return ids.code if isinstance(ids, RowError) else None
@@ -85,8 +90,8 @@ def test_column_order_and_named_columns(tokenizer):
     for column in ("prompt", "text", "question"):
         row.pop("messages", None)
         assert render(row).text == row.pop(column)
-    assert PromptRenderer(tokenizer, prompt_column="other").render(row).text == "o"
-    named = PromptRenderer(tokenizer, messages_column="other").render({"other": [USER]})
+    assert renderer_of(tokenizer, prompt_column="other").render(row).text == "o"
+    named = renderer_of(tokenizer, messages_column="other").render({"other": [USER]})
     assert named == PromptRenderer(tokenizer).render({"messages": [USER]})
 
 
@@ -99,12 +104,12 @@ def test_null_columns_give_way_to_the_one_with_a_prompt(tokenizer):
 
 
 def test_a_named_column_may_hold_token_ids(tokenizer):
-    assert PromptRenderer(tokenizer, prompt_column="prompt_token_ids").render({"prompt_token_ids": [7]}).token_ids == [7]
+    assert renderer_of(tokenizer, prompt_column="prompt_token_ids").render({"prompt_token_ids": [7]}).token_ids == [7]
 
 
-def test_two_named_columns_exclude_each_other(tokenizer):
+def test_two_named_columns_exclude_each_other():
     with pytest.raises(UsageError, match="exclude each other"):
-        PromptRenderer(tokenizer, prompt_column="a", messages_column="b").check_columns(["a", "b"], has_rows=True)
+        PromptConfig(prompt_column="a", messages_column="b")
 
 
 def test_a_signal_while_rendering_is_no_row_error(tokenizer):
@@ -120,9 +125,9 @@ def test_a_signal_while_rendering_is_no_row_error(tokenizer):
 
 def test_unknown_columns_name_those_found(tokenizer):
     with pytest.raises(InputError, match="found a, b"):
-        PromptRenderer(tokenizer, prompt_column="x").check_columns(["a", "b"], has_rows=True)
+        renderer_of(tokenizer, prompt_column="x").check_columns(["a", "b"])
     with pytest.raises(InputError, match="found a, b"):
-        PromptRenderer(tokenizer).check_columns(["a", "b"], has_rows=True)
+        PromptRenderer(tokenizer).check_columns(["a", "b"])
 
 
 def test_chats_need_a_template(tiny_model):
@@ -130,8 +135,8 @@ def test_chats_need_a_template(tiny_model):
 
     bare = AutoTokenizer.from_pretrained(tiny_model("llama", chat_template=None))
     with pytest.raises(InputError, match="--chat-template"):
-        PromptRenderer(bare).check_columns(["messages"], has_rows=True)
-    PromptRenderer(bare).check_columns(["prompt"], has_rows=True)
+        PromptRenderer(bare).check_columns(["messages"])
+    PromptRenderer(bare).check_columns(["prompt"])
 
 
 def test_text_parts_are_joined_and_null_members_ignored(tokenizer):

@@ -1,0 +1,201 @@
+"""A job's input and model, opened and checked, and the manifest of what shapes its results. No weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .config import JobConfig
+from .errors import InputError, UsageError
+from .job_reader import RowReader
+from .prompts.render import PromptRenderer
+from .rows.manifest import MANIFEST_FORMAT, model_hashes, text_hash
+from .rows.openai_batch import looks_like_batch
+from .rows.schema import Result
+from .rows.sources import Input, Selection, Source
+from .stats import RunStats
+
+
+@dataclass
+class Job:
+    """Everything a job is made of but the weights."""
+
+    config: JobConfig
+    opened: Any  # engine.opened.OpenedModel
+    source: Input
+    selection: Selection
+    renderer: PromptRenderer
+    id_column: str | None
+    openai: bool
+    stats: RunStats
+    manifest: dict[str, Any]
+
+    def reader(self, stored: Iterator[Result] | None = None) -> RowReader:
+        """Return a reader of the job's rows; see `RowReader`."""
+        return RowReader(
+            self.config,
+            self.opened,
+            self.source,
+            self.selection,
+            self.renderer,
+            openai=self.openai,
+            stats=self.stats,
+            stored=stored,
+        )
+
+    def estimate(
+        self, lengths: Any, device_memory_bytes: int | None, *, covers_all_rows: bool = True, **not_run: int
+    ) -> tuple[Any, str]:
+        """Plan before the weights are loaded; return the plan and where the memory's size comes from.
+
+        Raises:
+            MemoryPlanError: the pool can't hold one row.
+        """
+        from .engine import memory
+        from .engine.planner import estimate_activation_bytes, plan_requests
+
+        config, spec = self.opened.config, self.opened.spec
+        activation = estimate_activation_bytes(
+            spec, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs
+        )
+        if device_memory_bytes is not None:
+            device = memory.DeviceMemory(device_memory_bytes, device_memory_bytes, "given")
+        else:
+            device = memory.device_memory(config.device)
+        weights = spec.weights_bytes + (spec.tied_head_bytes if config.device == "cpu" else 0)
+        plan = plan_requests(
+            lengths,
+            spec,
+            config,
+            device=device,
+            own_bytes=0,
+            pending_bytes=weights + activation,
+            activation_peak_bytes=activation,
+            covers_all_rows=covers_all_rows,
+            **not_run,
+        )
+        return plan, device.source
+
+
+def prepare(config: JobConfig, opened: Any, sources: list[Source], stats: RunStats, *, planning: bool = False) -> Job:
+    """Check a job's input and settings against each other and the model. A plan has no manifest.
+
+    Raises:
+        UsageError: the job can't be run at all; the message names the flag or column.
+    """
+    outside = [t for t in config.sampling.stop_token_ids if t >= opened.spec.vocab_size]
+    if outside:
+        raise UsageError(f"--stop-token-ids {outside[0]} is outside the model's vocabulary of {opened.spec.vocab_size}")
+    if config.sampling.num_sequences > opened.config.max_num_seqs:
+        flag = "--beam-width" if config.sampling.beam_width > 1 else "--n"
+        raise UsageError(
+            f"{flag} {config.sampling.num_sequences} is more than --max-num-seqs {opened.config.max_num_seqs}: "
+            "a row's samples or beams must be able to run together"
+        )
+    source = Input(sources, config.limit)
+    source.schema()  # refuses files of different columns
+    names = source.sample_columns()
+    first = next((row for chunk in source.chunks() for row in chunk.rows if row.error is None), None) if names else None
+    openai = config.format == "openai-batch" or (
+        config.format == "auto" and first is not None and looks_like_batch(first.values)
+    )
+    renderer = PromptRenderer(opened.tokenizer, config.prompts)
+    if openai:
+        _check_openai(config, opened)
+    elif names:
+        renderer.check_columns(names)
+    for flag, column in (("--id-column", config.id_column), ("--cache-salt-column", config.cache_salt_column)):
+        if column is not None and (openai or column not in names):
+            raise InputError(f"{flag} {column}: no such column; found {', '.join(names) or 'none'}")
+    selection = Selection(_chosen(config, source), config.shard)
+    id_column = config.id_column or ("id" if "id" in names and not openai else None)
+    job = Job(config, opened, source, selection, renderer, id_column, openai, stats, {})
+    if not planning:
+        with stats.timed("hash"):
+            job.manifest = _manifest(job)
+    return job
+
+
+def _check_openai(config: JobConfig, opened: Any) -> None:
+    if config.output is not None and config.output.endswith(".parquet"):
+        raise UsageError(f"--output {config.output}: the output of an OpenAI batch is JSON lines; give it the suffix .jsonl")
+    if config.prompts.prompt_column or config.prompts.messages_column or config.prompts.prompt_template:
+        raise UsageError("an OpenAI batch says where its prompts are: no --prompt-column, --messages-column, --prompt-template")
+    if not getattr(opened.tokenizer, "chat_template", None):
+        raise InputError("the rows are to be chats, but the model's tokenizer has no chat template; pass --chat-template FILE")
+
+
+def _chosen(config: JobConfig, source: Input) -> frozenset[int] | None:
+    """Return the rows of `--sample`, which depend on the seed and the number of rows only."""
+    if config.sample is None:
+        return None
+    total = source.count()
+    return frozenset(random.Random(config.engine.seed).sample(range(total), min(config.sample, total)))
+
+
+def cpu_name() -> str:
+    """Return the processor's name: other ones may add floats in another order."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _manifest(job: Job) -> dict[str, Any]:
+    """Return everything that shapes the job's results, and nothing else."""
+    config, opened = job.config, job.opened
+    engine = opened.config
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "versions": _versions(),
+        "model": _model_identity(opened),
+        "engine": {
+            name: getattr(engine, name) for name in ("dtype", "device", "backend", "block_size", "max_model_len", "seed")
+        },
+        "sampling": asdict(config.sampling),
+        "prompts": {
+            **asdict(config.prompts),
+            "chat_template": text_hash(getattr(opened.tokenizer, "chat_template", None)),
+            "too_long": config.too_long,
+            "format": "openai-batch" if job.openai else "rows",
+        },
+        "rows": {
+            "limit": config.limit,
+            "sample": config.sample,
+            "shard": None if config.shard is None else list(config.shard),
+            "max_total_tokens": config.max_total_tokens,
+            "id_column": job.id_column,
+        },
+        "output": {"token_ids": config.token_ids, "cached_tokens": config.cached_tokens},
+        "input": job.source.fingerprint(),
+    }
+    return json.loads(json.dumps(manifest))  # as it comes back from a file
+
+
+def _versions() -> dict[str, str]:
+    import numpy
+    import tokenizers
+    import torch
+    import transformers
+
+    modules = {"torch": torch, "transformers": transformers, "tokenizers": tokenizers, "numpy": numpy}
+    return {"pagedgen": __version__, **{name: module.__version__ for name, module in modules.items()}}
+
+
+def _model_identity(opened: Any) -> dict[str, Any]:
+    from .model.demo import cache_root
+
+    directory = Path(opened.files.path)
+    if directory.is_dir():
+        return {"files": model_hashes(directory, cache_root() / "hashes.json")}
+    commit = getattr(opened.hf_config, "_commit_hash", None)
+    return {"name": opened.files.name, "commit": commit or opened.files.revision or os.environ.get("HF_REVISION")}

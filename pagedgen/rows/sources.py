@@ -1,0 +1,384 @@
+"""Where rows come from: files, globs, directories, data sets and stdin, as an ordered list of `Source`s with numbered records.
+
+A row's index is its place among the *records* of all sources in order. A record that can't be read is a row all the same: it
+carries the error in its place, so that nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, RowError
+from . import columnar, text
+from .columnar import CHUNK_ROWS
+from .durable import file_hash
+
+_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
+_KINDS |= {".parquet": "parquet", ".pq": "parquet"}
+_COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
+_MAGIC = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst"}
+_TEXT_HASH_BYTES = 256 << 20  # one hash for so much of a text file
+KNOWN = ".jsonl, .ndjson, .json, .csv, .tsv (each also with .gz or .zst), .parquet, .pq"
+
+
+@dataclass
+class Row:
+    """One record: its place among all, where it stands in its file, what it holds, or why it could not be read."""
+
+    index: int
+    position: int  # physical line (1-based) in text, row number (0-based) elsewhere
+    values: dict[str, Any]
+    error: RowError | None = None
+
+
+@dataclass
+class Chunk:
+    """Consecutive rows of one source. `batch`: their columns as an Arrow record batch, where they came as one."""
+
+    rows: list[Row]
+    batch: Any = None
+
+
+class Source:
+    """One file or data set. Knows records, not prompts."""
+
+    name: str
+    path: Path | None
+
+    def schema(self) -> Any:
+        """Return the Arrow schema of a source that has one, else None."""
+        return None
+
+    def columns(self) -> list[str]:
+        """Return the columns a source has even without a row."""
+        return [] if self.schema() is None else self.schema().names
+
+    def num_rows(self) -> int | None:
+        """Return the number of rows where it is known without reading them."""
+        return None
+
+    def chunks(self, columns: list[str] | None = None, limit: int | None = None, values: bool = True) -> Iterator[Chunk]:
+        """Yield the rows in order, numbered from 0, with only the named columns where the format can leave others out.
+
+        Without `values` a columnar source's rows hold none beside their batch.
+        """
+        raise NotImplementedError
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what tells this content from any other."""
+        raise NotImplementedError
+
+    def state(self) -> Any:
+        """Return something that changes when the source does, at once."""
+        if self.path is None:
+            return None
+        status = self.path.stat()
+        return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+class TextSource(Source):
+    """A JSON lines, CSV or TSV file."""
+
+    def __init__(self, path: Path, kind: str, compression: str | None, name: str | None = None):
+        self.path: Path = path
+        self.name = name or path.name
+        self._kind = kind
+        self._compression = compression
+
+    def chunks(self, columns: list[str] | None = None, limit: int | None = None, values: bool = True) -> Iterator[Chunk]:
+        if self._kind == "jsonl":
+            records = text.read_jsonl(self.path, self.name, self._compression)
+        else:
+            records = text.read_csv(self.path, self.name, self._compression, "\t" if self._kind == "tsv" else ",")
+        numbered = (Row(i, *record) for i, record in enumerate(islice(records, limit)))
+        while rows := list(islice(numbered, CHUNK_ROWS)):
+            yield Chunk(rows)
+
+    def columns(self) -> list[str]:
+        if self._kind == "jsonl":
+            return []
+        return text.csv_header(self.path, self.name, self._compression, "\t" if self._kind == "tsv" else ",")
+
+    def fingerprint(self) -> dict[str, Any]:
+        size = self.path.stat().st_size
+        starts = range(0, max(size, 1), _TEXT_HASH_BYTES)
+        hashes = [file_hash(self.path, start, min(start + _TEXT_HASH_BYTES, size)) for start in starts]
+        return {"kind": self._kind, "bytes": size, "hashes": hashes}
+
+
+class ParquetSource(Source):
+    """A Parquet file."""
+
+    def __init__(self, path: Path):
+        self.path: Path = path
+        self.name = path.name
+
+    @cached_property
+    def _facts(self) -> tuple[Any, int, list[int]]:
+        """Its schema, number of rows, and where its row groups begin."""
+        with columnar.open_parquet(self.path, self.name) as parquet:
+            metadata = parquet.metadata
+            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+            starts = [_first_byte(group) for group in groups]
+            return parquet.schema_arrow.remove_metadata(), sum(g.num_rows for g in groups), starts
+
+    def schema(self) -> Any:
+        return self._facts[0]
+
+    def num_rows(self) -> int:
+        return self._facts[1]
+
+    def chunks(self, columns: list[str] | None = None, limit: int | None = None, values: bool = True) -> Iterator[Chunk]:
+        yield from _from_batches(columnar.read_parquet(self.path, self.name, columns, limit), values)
+
+    def fingerprint(self) -> dict[str, Any]:
+        size = self.path.stat().st_size
+        inside = sorted({0, *(start for start in self._facts[2] if 0 < start < size)})
+        ends = [*inside[1:], size]
+        hashes = [file_hash(self.path, start, end) for start, end in zip(inside, ends, strict=True)]
+        return {"kind": "parquet", "bytes": size, "hashes": hashes}
+
+
+class DatasetSource(Source):
+    """A split of a Hugging Face data set."""
+
+    def __init__(self, name: str, load: Callable[[], Any]):
+        self.name = name
+        self.path = None
+        self._load = load
+
+    @cached_property
+    def _dataset(self) -> Any:
+        return self._load()
+
+    def schema(self) -> Any:
+        return self._dataset.features.arrow_schema.remove_metadata()
+
+    def num_rows(self) -> int:
+        return len(self._dataset)
+
+    def chunks(self, columns: list[str] | None = None, limit: int | None = None, values: bool = True) -> Iterator[Chunk]:
+        yield from _from_batches(columnar.read_dataset(self._dataset, self.name, columns, limit), values)
+
+    def fingerprint(self) -> dict[str, Any]:
+        files = [Path(entry["filename"]) for entry in self._dataset.cache_files]
+        # Rows that were chosen or shuffled lie in no file; what `datasets` calls the result names them.
+        made = None if files and self._dataset._indices is None else self._dataset._fingerprint
+        return {"kind": "dataset", "rows": len(self._dataset), "made": made, "hashes": [file_hash(f) for f in files]}
+
+
+def _first_byte(group: Any) -> int:
+    offsets = []
+    for i in range(group.num_columns):
+        column = group.column(i)
+        offsets += [o for o in (column.dictionary_page_offset, column.data_page_offset) if o is not None]
+    return min(offsets, default=0)
+
+
+def _from_batches(batches: Iterable[Any], with_values: bool) -> Iterator[Chunk]:
+    index = 0
+    for batch in batches:
+        if isinstance(batch, tuple):
+            count, error = batch
+            for start in range(0, count, CHUNK_ROWS):
+                size = min(CHUNK_ROWS, count - start)
+                yield Chunk([Row(index + i, index + i, {}, error) for i in range(size)])
+                index += size
+            continue
+        rows = columnar.to_rows(batch) if with_values else [{} for _ in range(batch.num_rows)]
+        yield Chunk([Row(index + i, index + i, values) for i, values in enumerate(rows)], batch)
+        index += len(batch)
+
+
+def expand_inputs(inputs: list[str], format: str = "auto", stdin: Path | None = None) -> tuple[list[Source], list[str]]:
+    """Turn files, globs, directories, `hf:` names and - into sources; return them, and what was passed over.
+
+    Globs and directories come in sorted order. `stdin`: where what - stands for was copied to.
+
+    Raises:
+        InputError: nothing there, or something that can't be read.
+    """
+    sources: list[Source] = []
+    skipped: list[str] = []
+    for name in inputs:
+        path = Path(name)
+        try:
+            if name == "-":
+                assert stdin is not None
+                sources.append(_stdin_source(stdin, format))
+            elif name.startswith("hf:"):
+                sources.append(_hub_source(name))
+            elif path.is_dir():
+                if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+                    sources.append(_saved_source(name, name, None))
+                else:
+                    sources += _readable(path.iterdir(), f"{name} holds no file that can be read", format, skipped)
+            elif path.is_file():
+                sources.append(_file_source(path, format))
+            elif path.exists():
+                raise InputError(f"{name} is not a regular file")
+            elif glob.has_magic(name):
+                matches = map(Path, glob.glob(name, recursive=True))
+                sources += _readable(matches, f"{name} matches no file that can be read", format, skipped)
+            else:
+                raise InputError(f"no such file: {name}")
+        except OSError as error:
+            raise InputError(f"can't read {name}: {error.strerror or error}") from error
+    return sources, skipped
+
+
+def _file_source(path: Path, format: str) -> Source:
+    kind, compression = _kind_of(path)
+    if format != "auto":
+        kind = "jsonl" if format == "openai-batch" else format
+    if kind is None:
+        raise InputError(f"{path}: can't tell its format; known suffixes are {KNOWN}; or say --format")
+    if kind == "parquet":
+        if compression:
+            raise InputError(f"{path}: Parquet files are compressed inside; unpack it first")
+        return ParquetSource(path)
+    return TextSource(path, kind, compression)
+
+
+def _kind_of(path: Path) -> tuple[str | None, str | None]:
+    suffixes = path.suffixes
+    compression = _COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    if compression:
+        suffixes = suffixes[:-1]
+    return _KINDS.get(suffixes[-1]) if suffixes else None, compression
+
+
+def _stdin_source(path: Path, format: str) -> Source:
+    with path.open("rb") as file:
+        start = file.read(4)
+    if format == "parquet" or (format == "auto" and start == b"PAR1"):
+        source = ParquetSource(path)
+        source.name = "stdin"
+        return source
+    compression = next((c for magic, c in _MAGIC.items() if start.startswith(magic)), None)
+    return TextSource(path, format if format in ("csv", "tsv") else "jsonl", compression, name="stdin")
+
+
+def _hub_source(name: str) -> Source:
+    parts = name.removeprefix("hf:").split(":")
+    if len(parts) > 3 or not all(parts):
+        raise InputError(f"{name}: write hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+    split = parts[-1] if len(parts) > 1 else None
+    config = parts[1] if len(parts) == 3 else None
+    folder = Path(parts[0])
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return _saved_source(name, parts[0], split)
+    return DatasetSource(name, lambda: columnar.open_dataset(parts[0], config, split, on_disk=False))
+
+
+def _saved_source(name: str, folder: str, split: str | None) -> Source:
+    return DatasetSource(name, lambda: columnar.open_dataset(folder, None, split, on_disk=True))
+
+
+def _readable(paths: Iterable[Path], otherwise: str, format: str, skipped: list[str]) -> list[Source]:
+    """Return the files of a known kind in sorted order, each file once: a link can lead a glob to the same one many times."""
+    found: dict[Path, Path] = {}
+    for path in sorted(paths, reverse=True):
+        if path.name.startswith(".") or not path.is_file():
+            continue
+        if _kind_of(path)[0] is None:
+            skipped.append(str(path))
+        else:
+            found[path.resolve()] = path
+    if not found:
+        raise InputError(f"{otherwise}; known suffixes are {KNOWN}")
+    return [_file_source(path, format) for path in sorted(found.values())]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows of the input a job takes: `indices`, when given; of these every `shard`th. Rows keep their index."""
+
+    indices: frozenset[int] | None = None
+    shard: tuple[int, int] | None = None  # (i, n): rows whose index leaves i when divided by n
+
+    def takes(self, index: int) -> bool:
+        """Return True when a row is taken."""
+        if self.shard is not None and index % self.shard[1] != self.shard[0]:
+            return False
+        return self.indices is None or index in self.indices
+
+
+class Input:
+    """A job's whole input: the sources one after the other."""
+
+    def __init__(self, sources: list[Source], limit: int | None = None):
+        self.sources = sources
+        self._limit = limit
+
+    def chunks(self, columns: list[str] | None = None, *, values: bool = True) -> Iterator[Chunk]:
+        """Yield all rows in order with their index among all; see `Source.chunks`.
+
+        Raises:
+            InputError: a source can't be read.
+        """
+        first = 0
+        for source in self.sources:
+            left = None if self._limit is None else self._limit - first
+            if left == 0:
+                return
+            count = 0
+            for chunk in source.chunks(columns, left, values):
+                for row in chunk.rows:
+                    row.index += first
+                count += len(chunk.rows)
+                yield chunk
+            first += count
+
+    def schema(self) -> Any:
+        """Return the unified Arrow schema when every source has one, else None.
+
+        Raises:
+            InputError: two sources give a column different types.
+        """
+        import pyarrow as pa
+
+        schemas = [source.schema() for source in self.sources]
+        if not schemas or any(schema is None for schema in schemas):
+            return None
+        try:
+            return pa.unify_schemas(schemas)
+        except pa.ArrowException as error:
+            raise InputError(f"the files have different columns: {columnar.one_line(error)}") from error
+
+    def sample_columns(self) -> list[str]:
+        """Return the columns a user could name: those of schemas and headers, and the keys of each text file's first rows."""
+        names: dict[str, None] = {}
+        for source in self.sources:
+            names.update(dict.fromkeys(source.columns()))
+            if source.schema() is None:
+                for chunk in islice(source.chunks(limit=CHUNK_ROWS), 1):
+                    for row in chunk.rows:
+                        names.update(dict.fromkeys(row.values))
+        return list(names)
+
+    def count(self) -> int:
+        """Return the number of rows, read where it must be."""
+        total = 0
+        for source in self.sources:
+            known = source.num_rows()
+            total += sum(len(c.rows) for c in source.chunks([], values=False)) if known is None else known
+        return total if self._limit is None else min(total, self._limit)
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """Return each source's; names don't count."""
+        try:
+            return [json.loads(json.dumps(source.fingerprint())) for source in self.sources]
+        except OSError as error:
+            raise InputError(f"can't read {error.filename}: {error.strerror}") from error
+
+    def state(self) -> list[Any]:
+        """Return something that changes when a source does."""
+        return [source.state() for source in self.sources]
