@@ -494,7 +494,8 @@ class _Run:
         document["model"] = opened.spec.to_dict()
         self._document = document
         if self._stats_path is not None:
-            write_whole(Path(self._stats_path), [json.dumps(document, indent=2).encode(), b"\n"])
+            path = Path(self._stats_path)
+            write_whole(path, [json.dumps(document, indent=2).encode(), b"\n"], self._workspace.via(path))
 
 
 def plan_only(config: JobConfig, progress: Progress, device_memory_bytes: int | None = None) -> PlanReport:

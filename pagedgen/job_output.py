@@ -59,6 +59,7 @@ def write_output(
             sink = ParquetSink(main.file, schema, types)
         else:
             sink = JsonlSink(main.file, schema)
+        stack.callback(sink.abandon)
         totals = _assemble(job, parts, sink, with_values=output.format != "parquet")
         facts = {"num_results": totals.num_results, "num_errors": totals.num_errors, "first_error": totals.first_error}
         manifest = {**job.manifest, "result": facts}

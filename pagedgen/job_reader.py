@@ -104,7 +104,7 @@ class RowReader:
         # A source without a schema tells its columns by its rows.
         self.column_types = None
         if source.schema() is None:
-            self.column_types = ColumnTypes()
+            self.column_types = ColumnTypes(names_only=not (config.output or "").endswith(".parquet"))
             for each in source.sources:
                 self.column_types.observe(dict.fromkeys(each.columns()))
 
@@ -163,15 +163,17 @@ class RowReader:
             one.values = openai_batch.to_row(row.values) if self._openai else row.values
             one.num_turns = self._renderer.num_turns(one.values)
             one.params = self._params(one.values)
-            self._opened.check_params(one.params)
+            if one.params is not self._config.sampling:  # which was checked at the start
+                self._opened.check_params(one.params)
             one.num_samples = one.params.n  # not of parameters that can't be used: they say nothing about a number
         except RowError as caught:
             error = caught
-        counts = Counter(r.sample_index for r in stored)
-        one.done = frozenset(i for i in range(one.num_samples) if counts[i] == one.num_turns)
+        if stored:
+            counts = Counter(r.sample_index for r in stored)
+            one.done = frozenset(i for i in range(one.num_samples) if counts[i] == one.num_turns)
         group.num_results += one.num_samples * one.num_turns
         group.num_reused += len(one.done) * one.num_turns
-        if not one.missing and self._budget is None:
+        if one.done and not one.missing and self._budget is None:
             return None
         try:
             if error is not None:
@@ -204,6 +206,7 @@ class RowReader:
                 cache_salt=self._cache_salt(one.values),
                 later_tokens=_later_tokens(conversation, one.params),
                 num_truncated_tokens=num_truncated,
+                sample_indices=one.missing if one.done and one.params.beam_width == 1 else (),
             )
         except RowError as error:
             result = error_result(one.row.index, error, None if isinstance(token_ids, RowError) else len(token_ids))
@@ -211,17 +214,13 @@ class RowReader:
                 result = replace(result, finish_reason="skipped", stop_reason="too_long", error_code=None, error=None)
             self._end(group, one, result)
             return
-        counted = {"num_prompt_tokens": len(token_ids), "num_truncated_tokens": num_truncated}
         if not self._affords(request):
-            skipped = Result(one.row.index, finish_reason="skipped", stop_reason="max_total_tokens", **counted)
-            self._end(group, one, skipped)
+            self._end(group, one, replace(_unanswered(request), finish_reason="skipped", stop_reason="max_total_tokens"))
         elif request.max_tokens == 0:
             no_ids: list[int] | None = [] if self._config.token_ids else None
-            empty = Result(one.row.index, response="", token_ids=no_ids, finish_reason="length", seed=request.seed, **counted)
+            empty = replace(_unanswered(request), response="", token_ids=no_ids, finish_reason="length", seed=request.seed)
             self._end(group, one, empty)
-        elif one.missing:
-            if one.params.beam_width == 1:
-                request = replace(request, sample_indices=one.missing)
+        elif not one.done or one.missing:
             if conversation is not None:
                 group.conversations[one.row.index] = conversation
             group.requests.append(request)
@@ -334,6 +333,15 @@ class RowFeed:
 def error_result(row_index: int, error: RowError, num_prompt_tokens: int | None = None) -> Result:
     """Return the result of a row that can't be answered."""
     return Result(row_index, error_code=error.code, error=error.message, num_prompt_tokens=num_prompt_tokens)
+
+
+def _unanswered(request: Request) -> Result:
+    """Return a result with what is known of a request's prompt."""
+    return Result(
+        request.row_index,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_truncated_tokens=request.num_truncated_tokens,
+    )
 
 
 def _later_tokens(conversation: Conversation | None, params: SamplingParams) -> int:

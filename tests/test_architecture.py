@@ -59,7 +59,18 @@ ALLOWED = {
 }
 NO_TORCH = [
     f"pagedgen.engine.{m}"
-    for m in ("scheduler", "block_manager", "block_pool", "leaders", "prefix_cache", "tiers", "planner", "batch", "block_map", "feed")
+    for m in (
+        "scheduler",
+        "block_manager",
+        "block_pool",
+        "leaders",
+        "prefix_cache",
+        "tiers",
+        "planner",
+        "batch",
+        "block_map",
+        "feed",
+    )
 ]
 
 

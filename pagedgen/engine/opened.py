@@ -67,6 +67,7 @@ class OpenedModel:
         cache_salt: str = "",
         later_tokens: int = 0,
         num_truncated_tokens: int = 0,
+        sample_indices: tuple[int, ...] = (),
     ) -> Request:
         """Return the engine's request for one prompt; `later_tokens` is cut to what the context has room for.
 
@@ -93,6 +94,7 @@ class OpenedModel:
             cache_salt=cache_salt,
             later_tokens=min(later_tokens, room - max_tokens),
             num_truncated_tokens=num_truncated_tokens,
+            sample_indices=sample_indices,
         )
 
 

@@ -90,17 +90,22 @@ def arrow_type(kind: JsonType) -> Any:
 class ColumnTypes:
     """The columns seen so far, in order of appearance, and their types. Memory grows with columns, not with rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, names_only: bool = False) -> None:
+        """`names_only`: nobody will ask for the types."""
         self._types: dict[str, JsonType] = {}
+        self._names_only = names_only
 
     def observe(self, values: Mapping[str, Any]) -> None:
         """Take note of one row; a column it lacks is null there."""
         for name, value in values.items():
             known = self._types.get(name)
-            if known is ANY or (known is TEXT and isinstance(value, str) and value.isascii()):
-                continue  # the commonest cases, at once
-            found = type_of(value)
-            self._types[name] = found if known is None else join(known, found)
+            if self._names_only:
+                self._types[name] = ANY
+            elif known is ANY or (known is TEXT and isinstance(value, str) and value.isascii()):
+                pass  # the commonest cases, at once
+            else:
+                found = type_of(value)
+                self._types[name] = found if known is None else join(known, found)
 
     @property
     def names(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from typing import IO, Any, Protocol
@@ -27,6 +28,9 @@ class Sink(Protocol):
     def close(self, manifest: dict[str, Any]) -> None:
         """Write what is still to be written; the file is closed by its owner."""
 
+    def abandon(self) -> None:
+        """Let go of the file, which nobody wants."""
+
 
 class JsonlSink:
     """One JSON object a line, every column in each."""
@@ -44,6 +48,9 @@ class JsonlSink:
     def close(self, manifest: dict[str, Any]) -> None:
         pass
 
+    def abandon(self) -> None:
+        pass
+
 
 class OpenAISink:
     """OpenAI's batch output, one line a request; failures go to a file of their own."""
@@ -59,6 +66,9 @@ class OpenAISink:
             (self._errors if failed else self._file).write(json_line(line))
 
     def close(self, manifest: dict[str, Any]) -> None:
+        pass
+
+    def abandon(self) -> None:
         pass
 
 
@@ -111,10 +121,9 @@ class ParquetSink:
             index = chunk.batch.schema.get_field_index(column)
             if index < 0 or pa.types.is_null(chunk.batch.schema.field(index).type):
                 return pa.nulls(len(places), kind)
-            taken = chunk.batch.column(index).take(places)
-            if self._types[column] is not None:
-                return taken if taken.type == kind else taken.cast(kind)
-            raise AssertionError("a columnar source's column has a type")
+            assert self._types[column] is not None, "a columnar source's column has a type"
+            taken = _take(chunk.batch.column(index), places)
+            return taken if taken.type == kind else taken.cast(kind)
         as_json = self._types[column] is None
         values = [chunk.rows[place].values.get(column) for place in places.to_pylist()]
         return pa.array([_json_text(v) if as_json and v is not None else v for v in values], kind)
@@ -131,6 +140,21 @@ class ParquetSink:
         self._write_group()
         self._writer.add_key_value_metadata({MANIFEST_KEY: json.dumps(manifest, sort_keys=True)})
         self._writer.close()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(Exception):  # it wants to write a footer, perhaps to a full disk
+            self._writer.close()
+        self._writer.is_open = False  # or it would try again when it is collected
+
+
+def _take(array: Any, places: Any) -> Any:
+    """Return an array's values at some places, in order, of whatever type."""
+    import pyarrow as pa
+
+    try:
+        return array.take(places)
+    except pa.ArrowNotImplementedError:  # views have no such kernel yet
+        return pa.concat_arrays([array.slice(place, 1) for place in places.to_pylist()])
 
 
 MANIFEST_KEY = "pagedgen.manifest"

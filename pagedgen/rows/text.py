@@ -93,13 +93,14 @@ def _lines(path: Path, name: str, compression: str | None) -> Iterator[tuple[int
 
 def _parse_line(raw: bytes, where: str) -> tuple[dict[str, Any], RowError | None]:
     try:
-        values = json.loads(raw.decode("utf-8"), parse_float=_finite)
+        values = _DECODER.decode(raw.decode("utf-8"))
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         reason = str(error) if not isinstance(error, RecursionError) else "nested too deeply"
         return {}, RowError("bad_json", f"{where} is not JSON: {reason}")
     if not isinstance(values, dict):
         return {}, RowError("bad_json", f"{where} is JSON but not an object")
-    if _depth(values, MAX_DEPTH) < 0:
+    # Without so many brackets it can't be so deep, and most lines needn't be walked through.
+    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and _depth(values, MAX_DEPTH) < 0:
         return {}, RowError("bad_json", f"{where} is nested more than {MAX_DEPTH} levels deep")
     return values, None
 
@@ -117,6 +118,9 @@ def _depth(value: Any, left: int) -> int:
         return left
     members = value.values() if isinstance(value, dict) else value
     return min((_depth(m, left - 1) for m in members), default=left - 1)
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite)
 
 
 def csv_header(path: Path, name: str, compression: str | None, delimiter: str) -> list[str]:

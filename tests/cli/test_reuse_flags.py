@@ -80,7 +80,9 @@ def test_flags_that_make_no_sense_are_told_before_weights_load(tiny_model, promp
 def test_prefix_cache_on_and_off_write_the_same_answers(tiny_model, prompts, tmp_path):
     outs = [tmp_path / "on.jsonl", tmp_path / "off.jsonl"]
     for out, flag in zip(outs, ("--enable-prefix-caching", "--no-enable-prefix-caching"), strict=True):
-        done = pagedgen("run", tiny_model(), prompts, "-o", out, flag, "--max-tokens", 5, "--block-size", 4, "--audit", "--cached-tokens")
+        done = pagedgen(
+            "run", tiny_model(), prompts, "-o", out, flag, "--max-tokens", 5, "--block-size", 4, "--audit", "--cached-tokens"
+        )
         assert done.returncode == 0, done.stderr
     on, off = map(read_jsonl, outs)
     assert [r["response"] for r in on] == [r["response"] for r in off]

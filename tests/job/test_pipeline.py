@@ -1,0 +1,77 @@
+"""Reading, rendering and tokenizing run ahead of the engine, which never waits for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from command import pagedgen
+from echo import EchoJobs
+from job_runs import write_jsonl
+
+from pagedgen.engine import generation
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = ROOT / "data" / "ifeval_sample.jsonl"
+
+
+@pytest.fixture
+def ifeval(tmp_path):
+    """As many rows as IFEval has, from the sample of it."""
+    rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+    return write_jsonl(tmp_path / "in.jsonl", [{**rows[i % len(rows)], "i": i} for i in range(541)])
+
+
+@pytest.fixture
+def quick_model(tiny_model, demo_model, tmp_path):
+    """A tiny model with the demo model's tokenizer: its steps are far shorter than a real one's."""
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model("llama", vocab_size=49152, eos_token_id=2), path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        if (demo_model / name).is_file():
+            shutil.copy(demo_model / name, path / name)
+    return path
+
+
+@pytest.mark.demo
+def test_the_engine_never_waits_for_input_after_its_first_step(quick_model, ifeval, tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "LOOKAHEAD_ROWS", 64)  # else all rows are read before the first step
+    out = tmp_path / "out.jsonl"
+    done = pagedgen("run", quick_model, ifeval, "-o", out, "--max-tokens", 8, "--max-num-seqs", 32, "--ignore-eos")
+    assert done.returncode == 0, done.stderr
+    stats = json.loads((tmp_path / "out.jsonl.stats.json").read_text())
+    assert stats["num_steps"] > 100
+    assert stats["input_waits"] == 0
+    assert "wait for input" not in stats["time_split_s"]
+
+
+@pytest.mark.demo
+def test_reading_is_as_fast_as_the_tokenizers_library(demo_model, ifeval):
+    spec = importlib.util.spec_from_file_location("reading", ROOT / "recipes" / "benchmarks" / "reading.py")
+    reading = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reading)
+    assert max(reading.measure(str(demo_model), [str(ifeval)])["ratio"] for _ in range(3)) >= 0.8
+
+
+def test_what_the_reader_raises_is_told_and_its_thread_ends(tiny_model, tmp_path):
+    jobs = EchoJobs(tiny_model("llama"))
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"p{i}"} for i in range(5000)])
+    before = threading.active_count()
+    seen = []
+
+    def remove_the_input():
+        seen.append(1)
+        if len(seen) == 10:
+            raise KeyError("the engine broke")
+
+    with pytest.raises(KeyError):
+        jobs.run([source], tmp_path / "o.jsonl", after_row=remove_the_input)
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
