@@ -12,7 +12,7 @@ import typer
 from pagedgen import __version__
 from pagedgen.errors import EXIT_INTERNAL, EXIT_USAGE, Interrupted, PagedgenError
 
-from . import blocks, model, plan, run, signals
+from . import blocks, merge, model, plan, run, signals
 from .output import fail
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("plan")(plan.plan)
+app.command("merge")(merge.merge)
 app.command("blocks")(blocks.blocks)
 app.add_typer(model.app, name="model")
 

@@ -45,34 +45,51 @@ def write_output(
             sink: Sink = OpenAISink(stdout, stdout, job.config.engine.model) if job.openai else JsonlSink(stdout, schema)
             yield _assemble(job, parts, sink, with_values=True)
         return
-    path = output.path
-    with telling(path), contextlib.ExitStack() as stack:
-        via = workspace.via(path)
-        main = WholeFile(path, via)
-        stack.callback(main.abandon)
-        errors = None
+    facts: dict[str, Any] = {}
+    manifest = {**job.manifest, "result": facts}
+    via = workspace.via(output.path)
+    with placed(output.path, via, manifest, output.format, with_errors=job.openai) as (file, errors_file):
         if job.openai:
-            errors = WholeFile(errors_path(path), via)
-            stack.callback(errors.abandon)
-            sink = OpenAISink(main.file, errors.file, job.config.engine.model)
+            sink = OpenAISink(file, errors_file, job.config.engine.model)
         elif output.format == "parquet":
-            sink = ParquetSink(main.file, schema, types)
+            sink = ParquetSink(file, schema, types)
         else:
-            sink = JsonlSink(main.file, schema)
-        stack.callback(sink.abandon)
-        totals = _assemble(job, parts, sink, with_values=output.format != "parquet")
-        facts = {"num_results": totals.num_results, "num_errors": totals.num_errors, "first_error": totals.first_error}
-        manifest = {**job.manifest, "result": facts}
-        sink.close(manifest)
-        main.sync()
+            sink = JsonlSink(file, schema)
+        try:
+            columnar = output.format == "parquet" and job.source.schema() is not None
+            totals = _assemble(job, parts, sink, with_values=not columnar)
+            facts |= {name: getattr(totals, name) for name in ("num_rows", "num_results", "num_errors", "first_error")}
+            sink.close(manifest)
+        finally:
+            sink.abandon()
         yield totals
-        if output.format == "jsonl":
-            facts |= {"bytes": main.num_bytes, "hash": main.hexdigest}
-            write_whole(manifest_path(path), [json.dumps(manifest, indent=1).encode(), b"\n"], via)
-        if errors is not None:
-            errors.sync()
-            errors.place()
-        main.place()
+
+
+@contextlib.contextmanager
+def placed(
+    path: Path, via: Path | None, manifest: dict[str, Any], output_format: str, *, with_errors: bool
+) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a new output; it is put in its place, and a JSONL output's manifest beside it, when the block ends without an
+    exception. The second file is for failures, and is the first where there is none.
+
+    Raises:
+        OutputError: it can't be written; what was at its place is untouched then.
+    """
+    with telling(path), contextlib.ExitStack() as stack:
+        files = [WholeFile(path, via)]
+        stack.callback(files[0].abandon)
+        if with_errors:
+            files.append(WholeFile(errors_path(path), via))
+            stack.callback(files[1].abandon)
+        yield files[0].file, files[-1].file
+        for file in files:
+            file.sync()
+        if output_format == "jsonl":
+            proof = {"bytes": files[0].num_bytes, "hash": files[0].hexdigest}
+            document = {**manifest, "result": {**manifest["result"], **proof}}
+            write_whole(manifest_path(path), [json.dumps(document, indent=1).encode(), b"\n"], via)
+        for file in reversed(files):
+            file.place()
 
 
 def errors_path(path: Path) -> Path:

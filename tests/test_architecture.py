@@ -28,9 +28,9 @@ LEAVES = {
 }
 # Who may import whom, within the package; a folder may always import itself and the leaves.
 ALLOWED = {
-    "pagedgen.cli": {"pagedgen", "pagedgen.job", "pagedgen.model.demo", "pagedgen.stopping"},
+    "pagedgen.cli": {"pagedgen", "pagedgen.job", "pagedgen.job_merge", "pagedgen.model.demo", "pagedgen.stopping"},
     "pagedgen.kernels": set(),
-    "pagedgen.recipes": {"pagedgen.kernels.api", "pagedgen.engine"},
+    "pagedgen.recipes": {"pagedgen.kernels.api", "pagedgen.engine", "pagedgen.rows", "pagedgen.job_setup"},
     "pagedgen.job": {
         "pagedgen.rows",
         "pagedgen.engine",
@@ -40,6 +40,7 @@ ALLOWED = {
         "pagedgen.stopping",
     },
     "pagedgen.job_output": {"pagedgen.rows", "pagedgen.job_setup"},
+    "pagedgen.job_merge": {"pagedgen.rows", "pagedgen.job_output"},
     "pagedgen.job_reader": {"pagedgen.rows", "pagedgen.prompts"},
     "pagedgen.job_setup": {
         "pagedgen",

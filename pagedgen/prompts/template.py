@@ -20,6 +20,8 @@ class PromptTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+        # A column may be called like one of Jinja's own functions, of which only `range` is of use here.
+        environment.globals = {"range": environment.globals["range"]}
         try:
             syntax = environment.parse(source)
             self._template = environment.from_string(source)

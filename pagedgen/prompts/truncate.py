@@ -13,6 +13,7 @@ from .render import PromptRenderer, Rendered
 from .tokenize import PromptTokenizer
 
 _ATTEMPTS = 8  # a shorter text may have other tokens at its seams
+_MOST_BYTES = 4  # of a character, each of which may be a token
 
 
 def prompt_limit(max_model_len: int, max_tokens: int) -> int:
@@ -40,7 +41,12 @@ class Truncator:
         if rendered.messages:
             return self._cut_chat(rendered, token_ids, limit)
         head = 1 if token_ids[0] == self._tokenizer.bos_token_id else 0
-        return rendered, [*token_ids[:head], *self._kept(token_ids[head:], limit - head)]
+        pieces = self._kept(token_ids[head:], limit - head)
+        if rendered.text is not None:
+            pieces = self._whole_characters(*pieces)
+        if not (head or pieces[0] or pieces[1]):
+            raise RowError("prompt_too_long", f"the prompt has {len(token_ids)} tokens, and room for {limit} leaves nothing of it")
+        return rendered, [*token_ids[:head], *pieces[0], *pieces[1]]
 
     def _cut_chat(self, rendered: Rendered, token_ids: list[int], limit: int) -> tuple[Rendered, list[int]]:
         messages = list(rendered.messages)
@@ -62,16 +68,22 @@ class Truncator:
             "prompt_too_long", f"the chat has {len(token_ids)} tokens without its last user message, more than {limit}"
         )
 
-    def _kept(self, token_ids: list[int], keep: int) -> list[int]:
-        if not self._middle:
-            return token_ids[len(token_ids) - keep :]
-        front = (keep + 1) // 2
-        return token_ids[:front] + token_ids[len(token_ids) - (keep - front) :]
+    def _kept(self, token_ids: list[int], keep: int) -> tuple[list[int], list[int]]:
+        """Return what is kept before and behind the cut."""
+        front = (keep + 1) // 2 if self._middle else 0
+        return token_ids[:front], token_ids[len(token_ids) - (keep - front) :]
+
+    def _whole_characters(self, before: list[int], behind: list[int]) -> tuple[list[int], list[int]]:
+        """Leave out the tokens at the cut that hold only a part of a character."""
+        decode = self._tokenizer.decode_piece
+        for _ in range(_MOST_BYTES):
+            if before and decode(before[-_MOST_BYTES:]).endswith("\ufffd"):
+                before = before[:-1]
+            if behind and decode(behind[:_MOST_BYTES]).startswith("\ufffd"):
+                behind = behind[1:]
+        return before, behind
 
     def _text_of(self, content: list[int], keep: int) -> str:
-        """Return the text of what is kept, without the halves of characters at the cut."""
-        if not self._middle:
-            return self._tokenizer.decode_piece(content[len(content) - keep :]).lstrip("\ufffd")
-        front = (keep + 1) // 2
-        left = self._tokenizer.decode_piece(content[:front]).rstrip("\ufffd")
-        return left + self._tokenizer.decode_piece(content[len(content) - (keep - front) :]).lstrip("\ufffd")
+        """Return the text of what is kept."""
+        before, behind = self._whole_characters(*self._kept(content, keep))
+        return self._tokenizer.decode_piece(before) + self._tokenizer.decode_piece(behind)

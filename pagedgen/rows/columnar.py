@@ -56,7 +56,7 @@ def read_parquet(path: Path, name: str, columns: list[str] | None, limit: int | 
             rows = group_rows if left is None else min(left, group_rows)
             done = 0
             try:
-                size = _batch_rows(parquet.metadata.row_group(group), present)
+                size = _batch_rows(parquet.metadata.row_group(group))
                 for batch in parquet.iter_batches(batch_size=size, row_groups=[group], columns=present, use_threads=False):
                     batch = batch.slice(0, rows - done)
                     if present is not None:
@@ -78,14 +78,9 @@ def read_parquet(path: Path, name: str, columns: list[str] | None, limit: int | 
                 left -= rows
 
 
-def _batch_rows(group: Any, columns: list[str] | None) -> int:
+def _batch_rows(group: Any) -> int:
     """Return how many rows of a group to read at once, so that a batch stays small however wide its rows."""
-    wanted = 0
-    for i in range(group.num_columns):
-        column = group.column(i)
-        if columns is None or column.path_in_schema.split(".")[0] in columns or column.path_in_schema in columns:
-            wanted += column.total_uncompressed_size
-    return max(1, min(CHUNK_ROWS, _CHUNK_BYTES * max(group.num_rows, 1) // max(wanted, 1)))
+    return max(1, min(CHUNK_ROWS, _CHUNK_BYTES * group.num_rows // max(group.total_byte_size, 1)))
 
 
 def open_dataset(path: str, config: str | None, split: str | None, *, on_disk: bool) -> Any:
@@ -180,6 +175,8 @@ def _to_value(scalar: Any) -> Any:
         return scalar.value
     if pa.types.is_struct(kind):
         return {name: _to_value(member) for name, member in scalar.items()}
+    if isinstance(scalar, pa.MapScalar):
+        return [(_to_value(pair["key"]), _to_value(pair["value"])) for pair in scalar.values]
     if isinstance(scalar, pa.ListScalar):
         return [_to_value(member) for member in scalar.values]
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _INT64 = (-(2**63), 2**63 - 1)
+_MAX_LEVELS = 90  # Arrow reads no Parquet schema beyond 100
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def arrow_type(kind: JsonType) -> Any:
     """Return the Arrow type that holds a type's values exactly; None where only JSON text does. Nulls alone are text."""
     import pyarrow as pa
 
+    if _parquet_levels(kind) > _MAX_LEVELS:
+        return None
     if kind.kind == "int":
         if _INT64[0] <= kind.low and kind.high <= _INT64[1]:
             return pa.int64()
@@ -85,6 +88,12 @@ def arrow_type(kind: JsonType) -> Any:
         return pa.list_(members[0][1]) if kind.kind == "list" else pa.struct(members)
     simple = {"null": pa.string(), "text": pa.string(), "bool": pa.bool_(), "float": pa.float64()}
     return simple.get(kind.kind)
+
+
+def _parquet_levels(kind: JsonType) -> int:
+    """Return how deep a type nests in a Parquet schema, where a list counts twice."""
+    own = {"list": 2, "object": 1}.get(kind.kind, 0)
+    return own + max((_parquet_levels(member) for _, member in kind.members), default=0)
 
 
 class ColumnTypes:

@@ -58,7 +58,7 @@ class PartStore:
         self._buffer: list[tuple[Key, bytes]] = []
         self._buffered_bytes = 0
         self._last_flush = monotonic()
-        self.num_damaged_lines = 0
+        self._damaged: set[tuple[int, int]] = set()  # last number of the part, line
         with telling(directory):
             self._parts = self._take_up()
 
@@ -77,8 +77,9 @@ class PartStore:
         return sorted(parts, key=lambda p: p.first)
 
     @property
-    def is_empty(self) -> bool:
-        return not self._parts and not self._buffer
+    def num_damaged_lines(self) -> int:
+        """Return how many lines were read that are no results."""
+        return len(self._damaged)
 
     def add(self, results: list[Result]) -> None:
         """Take results that belong together: either all of them will be in a part or none."""
@@ -149,10 +150,10 @@ class PartStore:
     def _lines(self, part: Part) -> Iterator[tuple[Key, int, bytes]]:
         """Yield a part's whole lines; the number in the middle puts the latest of equal keys first."""
         with telling(part.path):
-            for line in read_lines(part.path):
+            for place, line in enumerate(read_lines(part.path)):
                 key = _key(line)
                 if key is None:
-                    self.num_damaged_lines += 1
+                    self._damaged.add((part.last, place))
                 else:
                     yield key, -part.last, line + b"\n"
 
@@ -169,8 +170,8 @@ def _key(line: bytes) -> Key | None:
     crc, _, body = line.partition(b" ")
     if len(crc) != 8 or crc != b"%08x" % zlib.crc32(body):
         return None
-    row, sample, turn, _ = body.split(b" ", 3)
-    return int(row), int(sample), int(turn)
+    fields = body.split(b" ", 3)  # none in an empty body, whose CRC is 0
+    return (int(fields[0]), int(fields[1]), int(fields[2])) if len(fields) == 4 else None
 
 
 def _decode(line: bytes) -> Result:

@@ -7,7 +7,7 @@ import io
 import json
 from typing import IO, Any, Protocol
 
-from ..errors import UsageError
+from ..errors import OutputError, UsageError
 from .columnar import one_line
 from .openai_batch import response_line
 from .schema import OutputSchema, Result, jsonable, own_types, text_of
@@ -29,7 +29,7 @@ class Sink(Protocol):
         """Write what is still to be written; the file is closed by its owner."""
 
     def abandon(self) -> None:
-        """Let go of the file, which nobody wants."""
+        """Let go of the file; unless it was closed before, nobody wants it."""
 
 
 class JsonlSink:
@@ -122,7 +122,7 @@ class ParquetSink:
             if index < 0 or pa.types.is_null(chunk.batch.schema.field(index).type):
                 return pa.nulls(len(places), kind)
             assert self._types[column] is not None, "a columnar source's column has a type"
-            taken = _take(chunk.batch.column(index), places)
+            taken = take(chunk.batch.column(index), places)
             return taken if taken.type == kind else taken.cast(kind)
         as_json = self._types[column] is None
         values = [chunk.rows[place].values.get(column) for place in places.to_pylist()]
@@ -133,7 +133,10 @@ class ParquetSink:
 
         if self._batches:
             table = pa.Table.from_batches(self._batches, self._arrow_schema).combine_chunks()
-            self._writer.write_table(table, row_group_size=max(len(table), 1))
+            try:
+                self._writer.write_table(table, row_group_size=max(len(table), 1))
+            except pa.ArrowException as error:  # for example a time that Parquet's unit can't hold
+                raise OutputError(f"can't write the rows as Parquet: {one_line(error)}") from error
         self._batches, self._num_rows, self._num_bytes = [], 0, 0
 
     def close(self, manifest: dict[str, Any]) -> None:
@@ -142,12 +145,17 @@ class ParquetSink:
         self._writer.close()
 
     def abandon(self) -> None:
-        with contextlib.suppress(Exception):  # it wants to write a footer, perhaps to a full disk
-            self._writer.close()
-        self._writer.is_open = False  # or it would try again when it is collected
+        abandon_writer(self._writer)
 
 
-def _take(array: Any, places: Any) -> Any:
+def abandon_writer(writer: Any) -> None:
+    """Let go of a `pyarrow.parquet.ParquetWriter`, whose file may be full or closed."""
+    with contextlib.suppress(Exception):  # it wants to write a footer
+        writer.close()
+    writer.is_open = False  # or it would try again when it is collected
+
+
+def take(array: Any, places: Any) -> Any:
     """Return an array's values at some places, in order, of whatever type."""
     import pyarrow as pa
 
@@ -170,9 +178,15 @@ def parquet_schema(schema: OutputSchema, types: dict[str, Any]) -> Any:
     import pyarrow.parquet as pq
 
     kinds = own_types()
-    kinds["id"] = pa.int64() if schema.id_column is None else (types.get(schema.id_column) or pa.string())
-    kinds |= {output: types[column] or pa.string() for column, output in schema.names.items()}
-    fields = [pa.field(text_of(name), kinds[name]) for name in schema.columns]
+    texts = {column: pa.string() for column, kind in types.items() if kind is None}
+    kinds["id"] = pa.int64() if schema.id_column is None else {**types, **texts}.get(schema.id_column, pa.string())
+    kinds |= {output: {**types, **texts}[column] for column, output in schema.names.items()}
+    fields: list[pa.Field] = []
+    for name in schema.columns:
+        unique = text_of(name)
+        while any(field.name == unique for field in fields):
+            unique += "_"  # names that differed in what UTF-8 can't hold
+        fields.append(pa.field(unique, kinds[name]))
     for field in fields:
         try:
             pq.write_table(pa.schema([field]).empty_table(), io.BytesIO())

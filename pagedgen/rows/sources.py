@@ -19,12 +19,13 @@ from ..errors import InputError, RowError
 from . import columnar, text
 from .columnar import CHUNK_ROWS
 from .durable import file_hash
+from .schema import jsonable
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 _KINDS |= {".parquet": "parquet", ".pq": "parquet"}
 _COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _MAGIC = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst"}
-_TEXT_HASH_BYTES = 256 << 20  # one hash for so much of a text file
+_HASHED_BYTES = 64 << 20  # one hash for so much of a file
 KNOWN = ".jsonl, .ndjson, .json, .csv, .tsv (each also with .gz or .zst), .parquet, .pq"
 
 
@@ -107,10 +108,7 @@ class TextSource(Source):
         return text.csv_header(self.path, self.name, self._compression, "\t" if self._kind == "tsv" else ",")
 
     def fingerprint(self) -> dict[str, Any]:
-        size = self.path.stat().st_size
-        starts = range(0, max(size, 1), _TEXT_HASH_BYTES)
-        hashes = [file_hash(self.path, start, min(start + _TEXT_HASH_BYTES, size)) for start in starts]
-        return {"kind": self._kind, "bytes": size, "hashes": hashes}
+        return {"kind": self._kind, **_hashes(self.path)}
 
 
 class ParquetSource(Source):
@@ -121,13 +119,12 @@ class ParquetSource(Source):
         self.name = path.name
 
     @cached_property
-    def _facts(self) -> tuple[Any, int, list[int]]:
-        """Its schema, number of rows, and where its row groups begin."""
+    def _facts(self) -> tuple[Any, int]:
+        """Its schema and number of rows."""
         with columnar.open_parquet(self.path, self.name) as parquet:
             metadata = parquet.metadata
-            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-            starts = [_first_byte(group) for group in groups]
-            return parquet.schema_arrow.remove_metadata(), sum(g.num_rows for g in groups), starts
+            num_rows = sum(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+            return parquet.schema_arrow.remove_metadata(), num_rows
 
     def schema(self) -> Any:
         return self._facts[0]
@@ -139,11 +136,7 @@ class ParquetSource(Source):
         yield from _from_batches(columnar.read_parquet(self.path, self.name, columns, limit), values)
 
     def fingerprint(self) -> dict[str, Any]:
-        size = self.path.stat().st_size
-        inside = sorted({0, *(start for start in self._facts[2] if 0 < start < size)})
-        ends = [*inside[1:], size]
-        hashes = [file_hash(self.path, start, end) for start, end in zip(inside, ends, strict=True)]
-        return {"kind": "parquet", "bytes": size, "hashes": hashes}
+        return {"kind": "parquet", **_hashes(self.path)}
 
 
 class DatasetSource(Source):
@@ -174,12 +167,14 @@ class DatasetSource(Source):
         return {"kind": "dataset", "rows": len(self._dataset), "made": made, "hashes": [file_hash(f) for f in files]}
 
 
-def _first_byte(group: Any) -> int:
-    offsets = []
-    for i in range(group.num_columns):
-        column = group.column(i)
-        offsets += [o for o in (column.dictionary_page_offset, column.data_page_offset) if o is not None]
-    return min(offsets, default=0)
+def _hashes(path: Path) -> dict[str, Any]:
+    """Return a file's size and the hashes of its pieces.
+
+    Pieces are bytes, not row groups: asking a damaged Parquet footer where these begin can end the process inside Arrow.
+    """
+    size = path.stat().st_size
+    starts = range(0, max(size, 1), _HASHED_BYTES)
+    return {"bytes": size, "hashes": [file_hash(path, start, min(start + _HASHED_BYTES, size)) for start in starts]}
 
 
 def _from_batches(batches: Iterable[Any], with_values: bool) -> Iterator[Chunk]:
@@ -297,6 +292,13 @@ def _readable(paths: Iterable[Path], otherwise: str, format: str, skipped: list[
     return [_file_source(path, format) for path in sorted(found.values())]
 
 
+def _as_text(chunk: Chunk) -> Chunk:
+    if chunk.batch is not None:
+        for row in chunk.rows:
+            row.values = jsonable(row.values)
+    return Chunk(chunk.rows)
+
+
 @dataclass(frozen=True)
 class Selection:
     """Which rows of the input a job takes: `indices`, when given; of these every `shard`th. Rows keep their index."""
@@ -321,10 +323,13 @@ class Input:
     def chunks(self, columns: list[str] | None = None, *, values: bool = True) -> Iterator[Chunk]:
         """Yield all rows in order with their index among all; see `Source.chunks`.
 
+        A columnar source among text sources gives what JSON lines of it would hold.
+
         Raises:
             InputError: a source can't be read.
         """
         first = 0
+        columnar = self.schema() is not None
         for source in self.sources:
             left = None if self._limit is None else self._limit - first
             if left == 0:
@@ -334,7 +339,7 @@ class Input:
                 for row in chunk.rows:
                     row.index += first
                 count += len(chunk.rows)
-                yield chunk
+                yield chunk if columnar else _as_text(chunk)
             first += count
 
     def schema(self) -> Any:

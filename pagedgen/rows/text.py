@@ -35,10 +35,52 @@ def open_text(path: Path, compression: str | None) -> IO[bytes]:
     if compression == "gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if compression == "zst":
-        import pyarrow as pa
-
-        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"), 1 << 20)
+        return io.BufferedReader(_ZstdReader(path.open("rb")), 1 << 20)
     return path.open("rb", buffering=1 << 20)
+
+
+class _ZstdReader(io.RawIOBase):
+    """The data of one zstd frame after the other; what is whole before a break is read."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self._frame: Any = None
+        self._input = b""
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            if not self._input:
+                self._input = self._file.read(1 << 16)
+                if not self._input:
+                    if self._frame is not None:
+                        raise EOFError("the data ends inside a zstd frame")
+                    return 0
+            self._decompress()
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _decompress(self) -> None:
+        import zstandard
+
+        if self._frame is None:
+            self._frame = zstandard.ZstdDecompressor().decompressobj()
+        try:
+            self._ready = self._frame.decompress(self._input)
+        except zstandard.ZstdError as error:
+            raise zlib.error(str(error)) from error
+        self._input = b""
+        if self._frame.eof:
+            self._input, self._frame = self._frame.unused_data, None
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def read_jsonl(path: Path, name: str, compression: str | None) -> Iterator[Record]:
@@ -71,15 +113,15 @@ def _lines(path: Path, name: str, compression: str | None) -> Iterator[tuple[int
                 if not raw:
                     return
                 number += 1
-                if number == 1:
-                    if raw.startswith(_UTF16):
-                        raise InputError(f"{name} is UTF-16 text; convert it to UTF-8")
-                    raw = raw.removeprefix(_BOM)
                 if len(raw) > MAX_LINE_BYTES:
                     while raw and not raw.endswith(b"\n"):
                         raw = stream.readline(MAX_LINE_BYTES)
                     yield number, RowError("bad_json", f"{name} line {number} is longer than {MAX_LINE_BYTES >> 20} MiB")
                     continue
+                if number == 1:
+                    if raw.startswith(_UTF16):
+                        raise InputError(f"{name} is UTF-16 text; convert it to UTF-8")
+                    raw = raw.removeprefix(_BOM)
                 yield number, raw
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, OSError) and (error.errno is not None or compression is None):
@@ -129,10 +171,14 @@ def csv_header(path: Path, name: str, compression: str | None, delimiter: str) -
     Raises:
         InputError: two columns of one name, or no readable header.
     """
-    try:
-        return next(_csv_rows(path, name, compression, delimiter), (0, []))[1]
-    except csv.Error as error:
-        raise InputError(f"{name} has no readable header line: {error}") from error
+    header = next(_csv_rows(path, name, compression, delimiter), (0, []))[1]
+    if isinstance(header, RowError):
+        raise InputError(f"{name} has no readable header: {header.message}")
+    if _is_not_utf8(header):
+        raise InputError(f"{name} has a header that is not UTF-8 text")
+    if len(set(header)) < len(header) or "" in header:
+        raise InputError(f"{name} has columns without a name or of one name in its header: {', '.join(header)}")
+    return header
 
 
 def read_csv(path: Path, name: str, compression: str | None, delimiter: str) -> Iterator[Record]:
@@ -142,8 +188,6 @@ def read_csv(path: Path, name: str, compression: str | None, delimiter: str) -> 
         InputError: it can't be read at all.
     """
     header = csv_header(path, name, compression, delimiter)
-    if len(set(header)) < len(header) or "" in header:
-        raise InputError(f"{name} has columns without a name or of one name in its header: {', '.join(header)}")
     rows = _csv_rows(path, name, compression, delimiter)
     next(rows, None)
     for number, fields in rows:
@@ -152,10 +196,15 @@ def read_csv(path: Path, name: str, compression: str | None, delimiter: str) -> 
             yield number, {}, fields
         elif len(fields) != len(header):
             yield number, {}, RowError("bad_csv", f"{where} has {len(fields)} fields, the header {len(header)}")
-        elif any(any("\udc80" <= c <= "\udcff" for c in field) for field in fields if not field.isascii()):
+        elif _is_not_utf8(fields):
             yield number, {}, RowError("bad_csv", f"{where} is not UTF-8 text")
         else:
             yield number, dict(zip(header, fields, strict=True)), None
+
+
+def _is_not_utf8(fields: list[str]) -> bool:
+    """Return True when bytes that are no UTF-8 were decoded by "surrogateescape"."""
+    return any("\udc80" <= character <= "\udcff" for field in fields if not field.isascii() for character in field)
 
 
 def _csv_rows(path: Path, name: str, compression: str | None, delimiter: str) -> Iterator[tuple[int, Any]]:
@@ -183,8 +232,8 @@ def _csv_rows(path: Path, name: str, compression: str | None, delimiter: str) ->
             continue
         for number, row_error in lost:
             yield number, RowError("bad_csv" if row_error.code == "bad_json" else row_error.code, row_error.message)
-        lost.clear()
         if fields is None:
             return
-        if fields:
+        if fields and not lost:  # else a line was lost inside this very record
             yield begins, fields
+        lost.clear()

@@ -2,8 +2,8 @@
 
     python recipes/benchmarks/reading.py MODEL PROMPTS [--repeat 5]
 
-Prints one JSON line: tokens a second of both (best of the repetitions, which alternate) and their ratio. `reader` is everything a
-job does to a row before the engine gets it.
+Prints one JSON line: tokens a second of both (best of the repetitions, which alternate) and their ratio. `reader` is everything
+a job does to a row before the engine gets it.
 """
 
 from __future__ import annotations

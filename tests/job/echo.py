@@ -87,7 +87,7 @@ class EchoJobs:
         progress = Quiet()
         engine = type("Engine", (EchoEngine,), {"rng": rng, "after_row": staticmethod(after_row or (lambda: None))})
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch("pagedgen.engine.opened.open_model", lambda *a, **k: self.opened))
+            stack.enter_context(mock.patch("pagedgen.engine.opened.open_model", return_value=self.opened))
             stack.enter_context(mock.patch("pagedgen.engine.engine.Engine", engine))
             report = run_job(config, progress, stopper or Stopper(grace_s=0))
         self.notes = progress.notes

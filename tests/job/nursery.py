@@ -1,4 +1,4 @@
-"""A process that has imported everything and forks a `pagedgen` command on request: hundreds of runs without hundreds of imports.
+"""A process that has imported everything and forks a `pagedgen` command on request: hundreds of runs, one time of imports.
 
 One JSON object a line on stdin, {"args", "cwd", "stderr"}; answers are {"pid"} at once and {"code"} when the command has ended
 (minus the signal's number when one killed it). Nothing is computed before a fork, so no thread pool is lost in it.
@@ -50,17 +50,23 @@ class Nursery:
         self._process.stdout.close()
 
 
+def _say(answer):
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
 def _serve():
-    import pagedgen.engine.engine
-    import pagedgen.engine.opened
-    import pagedgen.job
     import pyarrow.parquet
     import transformers
     from pagedgen.cli.main import main
 
+    import pagedgen.engine.engine
+    import pagedgen.engine.opened
+    import pagedgen.job
+
     assert transformers.AutoModelForCausalLM and transformers.AutoTokenizer and pyarrow.parquet
     assert pagedgen.engine.engine and pagedgen.engine.opened and pagedgen.job
-    print(json.dumps({"ready": True}), flush=True)
+    _say({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()
@@ -83,9 +89,9 @@ def _serve():
                 code = 99
             sys.stderr.flush()
             os._exit(code)
-        print(json.dumps({"pid": pid}), flush=True)
+        _say({"pid": pid})
         _, status = os.waitpid(pid, 0)
-        print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)
+        _say({"code": os.waitstatus_to_exitcode(status)})
 
 
 if __name__ == "__main__":

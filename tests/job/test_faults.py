@@ -1,4 +1,4 @@
-"""Every write, fsync, rename and read fails once, in every way it can: no torn output is taken for whole, and nothing is lost."""
+"""Every write, fsync, rename and read fails once, in each way it can: nothing torn is taken for whole, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from pagedgen.errors import ROW_ERROR_CODES, UsageError
 
 FILES = 10_000 if os.environ.get("PAGEDGEN_PROFILE") == "nightly" else 400
 ROWS = [
-    {"id": i, "prompt": f"the prompt {i} " * (i % 5 + 1), "messages": None, "n": [i, {"a": None}], "é": "ü€😀"} for i in range(40)
+    {"id": i, "prompt": f"the prompt {i} " * (i % 5 + 1), "messages": None, "n": [i, {"a": None}], "é": "ü€😀"}
+    for i in range(40)
 ]
 LONGEST_S = 20
 

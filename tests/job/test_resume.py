@@ -1,4 +1,4 @@
-"""A job that is killed, signalled or stopped at any moment goes on by the same command, and nothing of it shows in the output."""
+"""A job that is killed, signalled or stopped at any moment goes on by the same command; its output shows nothing of it."""
 
 from __future__ import annotations
 

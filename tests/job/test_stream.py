@@ -45,7 +45,7 @@ def test_memory_does_not_grow_with_the_rows(tiny_model, tmp_path, suffix):
             for i in range(size):
                 file.write(f'{{"id": {i}, "prompt": "row {i} {"x" * (i % 150)}", "meta": {{"n": {i % 7}}}}}\n')
         got = run_apart(tiny_model("llama"), source, output)
-        print(json.dumps({"rows": size, **got}))
+        sys.stdout.write(json.dumps({"rows": size, **got}) + "\n")
         assert got["results"] == size
         peaks.append(got["peak_bytes"])
         output.unlink()

@@ -17,7 +17,9 @@ EXAMPLES = 2000 if os.environ.get("PAGEDGEN_PROFILE") == "nightly" else 60
 PROPERTY = settings(
     max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-NAMES = st.sampled_from(["prompt", "messages", "a", "b", "id", "response", "error", "sampling_params", "row_index", "text", "é"])
+NAMES = st.sampled_from(
+    ["prompt", "messages", "a", "b", "id", "response", "error", "sampling_params", "row_index", "text", "é"]
+)
 JSON = st.recursive(
     st.none()
     | st.booleans()

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pagedgen.errors import UsageError
+from pagedgen.errors import OutputError, UsageError
 from pagedgen.rows import sinks
 from pagedgen.rows.assemble import assemble
 from pagedgen.rows.json_types import ColumnTypes
@@ -128,7 +128,6 @@ def test_the_id_is_the_rows_index_or_its_column_which_is_not_carried_twice():
 
 
 @pytest.mark.parametrize("columns", [("\ud800", "\ud801"), ("?", "\ud800"), ("\ud800response", "?response")])
-@pytest.mark.xfail(strict=True, reason="each lone surrogate in a name becomes ?, and two columns have one name")
 def test_columns_whose_names_have_no_utf8_form_stay_apart_in_parquet(columns):
     types = dict.fromkeys(columns, pa.int64())
     names = parquet_schema(OutputSchema(columns, None, False, False), types).names
@@ -192,7 +191,6 @@ def test_a_parquet_column_comes_back_as_it_was(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.xfail(strict=True, raises=pa.ArrowNotImplementedError, reason="Arrow can't take rows of view types")
 def test_a_parquet_column_of_views_comes_back_as_it_was(tmp_path, name):
     out = as_table(tmp_path, pa.table({"x": VIEWS[name]}))
     assert out.column("x").to_pylist() == VIEWS[name].to_pylist()
@@ -252,25 +250,18 @@ def test_a_type_parquet_does_not_have_is_refused_with_its_column(kind):
         parquet_schema(OutputSchema(("a", "odd"), None, False, False), {"a": pa.int8(), "odd": kind})
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a struct without members is false, so it is taken for JSON text and the cast fails later"
-)
 def test_a_struct_without_members_is_refused_with_its_column():
     with pytest.raises(UsageError, match=r"column odd of type struct<>"):
         parquet_schema(OutputSchema(("odd",), None, False, False), {"odd": pa.struct([])})
 
 
-@pytest.mark.xfail(strict=True, raises=pa.ArrowInvalid, reason="Parquet has no seconds, and these don't fit as milliseconds")
-def test_times_in_seconds_that_parquet_can_not_hold_are_refused_or_written(tmp_path):
+def test_times_in_seconds_that_parquet_can_not_hold_are_told(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     datasets.Dataset(pa.table({"t": pa.array([10**17], pa.int64()).cast(pa.timestamp("s"))})).save_to_disk(tmp_path / "in")
-    try:
-        out = to_parquet(opened(tmp_path / "in")).read()
-    except UsageError as error:
-        assert "column t" in str(error)
-    else:
-        assert out.num_rows == 1
+    source = opened(tmp_path / "in")
+    with pytest.raises(OutputError, match="can't write the rows as Parquet"):
+        to_parquet(source)
 
 
 def test_a_refused_columns_name_is_the_outputs():
@@ -328,10 +319,7 @@ def test_nan_and_infinities_are_null_in_json_and_themselves_in_parquet(tmp_path)
 
 @pytest.mark.parametrize("depth", [10, 45, 62])
 @pytest.mark.parametrize("kind", ["lists", "objects", "both"])
-def test_values_as_deep_as_the_input_may_be_come_back(tmp_path, depth, kind, request):
-    if depth == 62 and kind == "lists":
-        reason = "a list counts twice towards Parquet's limit of 100 levels, beyond which no reader opens the file"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=OSError, reason=reason))
+def test_values_as_deep_as_the_input_may_be_come_back(tmp_path, depth, kind):
     value = 1
     for i in range(depth):
         value = [value] if kind == "lists" or (kind == "both" and i % 2) else {"a": value}
@@ -355,9 +343,6 @@ def test_csv_columns_are_text(tmp_path):
         (pa.array([b"\xff"]), '{"y": 1}'),
     ],
     ids=["int and float", "decimal", "time", "bytes"],
-)
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="columns of a Parquet file beside JSON lines have no type that fits"
 )
 def test_a_parquet_file_beside_json_lines_can_be_written_as_parquet(tmp_path, column, line):
     pq.write_table(pa.table({"x": column}), tmp_path / "a.parquet")
