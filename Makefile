@@ -42,7 +42,7 @@ nightly: .venv/test model
 lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/types && $(BIN)/pip install --quiet --no-deps --target build/types .
+	rm -rf build && $(BIN)/pip install --quiet --no-deps --target build/types .
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml
 
 bench: .venv/test

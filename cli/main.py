@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from pagedgen import __version__
-from pagedgen.errors import EXIT_INTERNAL, EXIT_USAGE, Interrupted, PagedgenError
+from pagedgen.errors import EXIT_INTERNAL, EXIT_USAGE, PagedgenError
+from pagedgen.stopping import Stopper
 
 from . import blocks, merge, model, plan, run, signals
 from .output import fail
@@ -50,10 +51,11 @@ def main() -> None:
     PAGEDGEN_TRACEBACK=1 shows the traceback as well.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    signals.install()
+    stopper = Stopper()
+    signals.install(stopper)
     try:
-        app()
-    except (PagedgenError, Interrupted) as error:
+        app(obj=stopper)
+    except PagedgenError as error:
         _show_traceback()
         fail(str(error))
         sys.exit(error.exit_code)

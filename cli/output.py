@@ -172,10 +172,13 @@ def show_end(report: Any, max_error_rate: float, max_tokens_note: str, mode: str
     else:
         show_summary(report.stats, report.output, report.stats_path, max_tokens_note, mode)
     if report.stopped_by is None and report.exit_code(max_error_rate):
-        fail(
-            f"{report.num_errors:,} of {report.num_results:,} rows failed, more than --max-error-rate {max_error_rate:g} "
-            f"allows; the first: {report.first_error}"
-        )
+        which = f"all {report.num_results:,} rows failed"
+        if report.num_errors < report.num_results:
+            which = (
+                f"{report.num_errors:,} of {report.num_results:,} rows failed, more than --max-error-rate "
+                f"{max_error_rate:g} allows"
+            )
+        fail(f"{which}; the first: {report.first_error}")
 
 
 def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max_tokens_note: str, mode: str) -> None:

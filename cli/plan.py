@@ -18,6 +18,7 @@ from .output import RunProgress, say, show_plan
 
 
 def plan(
+    ctx: typer.Context,
     model: opt.Model,
     prompts: opt.Inputs,
     device_memory: Annotated[
@@ -113,7 +114,7 @@ def plan(
         ),
     )
     with RunProgress("none" if as_json else "auto") as shown:
-        report = plan_only(config, shown, opt.parse_bytes(device_memory, "--device-memory"))
+        report = plan_only(config, shown, ctx.obj, opt.parse_bytes(device_memory, "--device-memory"))
     if as_json:
         details = asdict(report)
         say(json.dumps({**details.pop("plan"), **details}, indent=2))

@@ -13,7 +13,6 @@ from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from pagedgen.stopping import Stopper, slurm_seconds_left
 
 from . import options as opt
-from . import signals
 from .output import RunProgress, show_end
 
 OUTPUT = "Output"
@@ -21,6 +20,7 @@ _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never":
 
 
 def run(
+    ctx: typer.Context,
     model: opt.Model,
     prompts: opt.Inputs,
     output: Annotated[
@@ -261,8 +261,8 @@ def run(
         ),
     )
     ends = [seconds for seconds in (job.deadline_s, slurm_seconds_left()) if seconds is not None]
-    stopper = Stopper(grace_s=job.grace_s, deadline_s=min(ends, default=None))
-    signals.tell(stopper)
+    stopper: Stopper = ctx.obj
+    stopper.limit(grace_s=job.grace_s, deadline_s=min(ends, default=None))
     with RunProgress(progress) as shown:
         report = run_job(job, shown, stopper)
     note = f" (max_tokens {DEFAULT_MAX_TOKENS}, the default)" if max_tokens is None else ""

@@ -7,8 +7,7 @@
     │   └── MemoryPlanError               the KV pool can't hold one row
     └── OutputError              exit 4   the output can't be written
 
-`Interrupted` (exit 75, stopped by a signal) is apart: no handler of ordinary errors may swallow it. So is `RowError`: it marks
-one row and never ends a run.
+`RowError` is apart: it marks one row and never ends a run. Exit 75 (stopped by a signal or the deadline) is no error.
 """
 
 from __future__ import annotations
@@ -49,12 +48,6 @@ class OutputError(PagedgenError):
     """The output can't be written."""
 
     exit_code = EXIT_OUTPUT
-
-
-class Interrupted(BaseException):
-    """The command was stopped by a signal outside of generation; finished rows are kept."""
-
-    exit_code = EXIT_STOPPED
 
 
 # Every `error_code` a row can carry, with what it means. The README's table is checked against this one.

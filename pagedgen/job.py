@@ -63,12 +63,13 @@ class JobReport:
     is_repeat: bool = False
 
     def exit_code(self, max_error_rate: float) -> int:
-        """Return the documented exit code, when more than this share of the results may be errors."""
+        """Return the documented exit code, when no more than this share of the results may be errors. All of them never may."""
         if self.stopping_error is not None:
             return EXIT_ROW_ERRORS
         if self.stopped_by is not None:
             return EXIT_STOPPED
-        return EXIT_ROW_ERRORS if self.num_errors > max_error_rate * self.num_results else EXIT_OK
+        too_many = self.num_errors > max_error_rate * self.num_results or 0 < self.num_results == self.num_errors
+        return EXIT_ROW_ERRORS if too_many else EXIT_OK
 
 
 @dataclass
@@ -101,7 +102,7 @@ def run_job(config: JobConfig, progress: Progress, stopper: Stopper) -> JobRepor
 
     with stats.timed("open"):
         opened = open_model(config.engine, chat_template=config.chat_template)
-    with _workspace(config.output) as workspace:
+    with _workspace(config.output, stopper) as workspace:
         if "-" in config.inputs:
             sources, skipped = _with_stdin(config, workspace)
         for path in skipped:
@@ -124,9 +125,10 @@ def run_job(config: JobConfig, progress: Progress, stopper: Stopper) -> JobRepor
 
 
 @contextlib.contextmanager
-def _workspace(output: str) -> Iterator[Workspace]:
+def _workspace(output: str, stopper: Stopper) -> Iterator[Workspace]:
     """Open a job's directory. It goes again when the job turns out to be impossible before anything in it is worth keeping."""
     workspace = Workspace(output)
+    stopper.on_abort = workspace.remove_temporary
     try:
         yield workspace
     except UsageError:
@@ -135,6 +137,7 @@ def _workspace(output: str) -> Iterator[Workspace]:
         raise
     finally:
         workspace.close()
+        stopper.on_abort = None
 
 
 def _with_stdin(config: JobConfig, workspace: Workspace) -> tuple[list[Any], list[str]]:
@@ -177,14 +180,15 @@ def _begin(job: Job, workspace: Workspace, from_output: bool, progress: Progress
     before = workspace.manifest()
     if before is not None and not config.restart:
         different = differences(before["job"], job.manifest)
-        if different:
+        if different and workspace.has_parts():
             raise UsageError(
                 f"{workspace.directory} holds a job that was begun otherwise: {_some(different)}. Give the same settings to go "
                 "on with it, --restart to throw its rows away, or another --output"
             )
-        if before["made_on"] != cpu_name():
-            progress.note(f"this job was begun on another machine ({before['made_on']}); the last bits may differ here")
-        return
+        if not different:
+            if before["made_on"] != cpu_name():
+                progress.note(f"this job was begun on another machine ({before['made_on']}); the last bits may differ here")
+            return
     workspace.restart()
     if from_output:
         assert config.output is not None
@@ -303,6 +307,8 @@ class _Run:
                 f"{tokenizer.num_plain:,} prompts are plain text and are continued as they are; to have the model answer "
                 "as in a chat, give rows of messages, or --as-chat"
             )
+        for name in self._job.source.empty:
+            self._progress.note(f"{name} has no rows")
         if tokenizer.num_bos_kept:
             self._progress.note(f"{tokenizer.num_bos_kept} prompts begin with the BOS text themselves; no second one was added")
 
@@ -401,7 +407,7 @@ class _Run:
         self, request: Request, sample_index: int, turn_index: int, error: RowError, num_prompt_tokens: int | None
     ) -> list[Result]:
         """Return the results of a turn that can't be answered and of all that would have followed."""
-        facts = {"error_code": error.code, "error": error.message, "num_prompt_tokens": num_prompt_tokens}
+        facts: dict[str, Any] = {"error_code": error.code, "error": error.message, "num_prompt_tokens": num_prompt_tokens}
         turns = range(turn_index, self._num_turns(request.row_index))
         return [Result(request.row_index, sample_index, turn, **facts) for turn in turns]
 
@@ -498,7 +504,7 @@ class _Run:
             write_whole(path, [json.dumps(document, indent=2).encode(), b"\n"], self._workspace.via(path))
 
 
-def plan_only(config: JobConfig, progress: Progress, device_memory_bytes: int | None = None) -> PlanReport:
+def plan_only(config: JobConfig, progress: Progress, stopper: Stopper, device_memory_bytes: int | None = None) -> PlanReport:
     """Plan a job from config and tokenizer alone; no weights are loaded.
 
     Raises:
@@ -512,7 +518,7 @@ def plan_only(config: JobConfig, progress: Progress, device_memory_bytes: int | 
     progress.phase("opening the model")
     threads.prepare()
     opened = open_model(config.engine, planning=device_memory_bytes is not None, chat_template=config.chat_template)
-    with _workspace("-") as workspace:
+    with _workspace("-", stopper) as workspace:
         if "-" in config.inputs:
             sources, _ = _with_stdin(config, workspace)
         job = prepare(config, opened, sources, stats, planning=True)

@@ -51,7 +51,7 @@ class Job:
         )
 
     def estimate(
-        self, lengths: Any, device_memory_bytes: int | None, *, covers_all_rows: bool = True, **not_run: int
+        self, lengths: Any, device_memory_bytes: int | None, *, covers_all_rows: bool = True, **not_run: Any
     ) -> tuple[Any, str]:
         """Plan before the weights are loaded; return the plan and where the memory's size comes from.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from .engine.feed import Control
 
@@ -19,16 +19,24 @@ def slurm_seconds_left(environment: Mapping[str, str] = os.environ) -> float | N
 
 
 class Stopper:
-    """Decides before each step whether to go on. Once stopping, running rows have `grace_s` seconds to finish."""
+    """Decides before each step whether to go on. Once stopping, running rows have some seconds to finish."""
 
-    def __init__(self, *, grace_s: float, deadline_s: float | None = None, started: float | None = None):
-        """`deadline_s`: seconds from `started` (`time.monotonic()`, default now) by which the process has to be gone."""
-        self._grace_s = grace_s
-        started = time.monotonic() if started is None else started
-        self._stop_at = None if deadline_s is None else started + deadline_s - grace_s - FLUSH_MARGIN_S
-        self._drop_at = float("inf")
+    def __init__(self, *, grace_s: float = 0.0, deadline_s: float | None = None):
         self.reason: str | None = None
         self.is_watched = False  # somebody asks `control` and will act on it
+        self.on_abort: Callable[[], None] | None = None  # what to do when the process is about to end on the spot
+        self._drop_at = float("inf")
+        self.limit(grace_s=grace_s, deadline_s=deadline_s)
+
+    def limit(self, *, grace_s: float, deadline_s: float | None) -> None:
+        """Set how long running rows may go on, and in how many seconds from now the process has to be gone."""
+        self._grace_s = grace_s
+        self._stop_at = None if deadline_s is None else time.monotonic() + deadline_s - grace_s - FLUSH_MARGIN_S
+
+    def clean_up(self) -> None:
+        """Do what must be done before the process ends on the spot."""
+        if self.on_abort is not None:
+            self.on_abort()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

@@ -207,7 +207,7 @@ class RequestLengths:
             self._columns["beams"].append(request.params.beam_width > 1)
             self._columns["later_tokens"].append(request.later_tokens)
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, Any]:
         """Return `plan_job`'s arguments, each (num_rows,)."""
         found = {name: np.array(column, dtype=np.int64) for name, column in self._columns.items()}
         return found | {"beams": found["beams"] > 0}
@@ -223,7 +223,7 @@ def plan_requests(
     pending_bytes: int,
     activation_peak_bytes: int,
     covers_all_rows: bool = True,
-    **not_run: int,
+    **not_run: Any,
 ) -> Plan:
     """Plan requests on a device; see `plan_job` and `memory.available_kv_bytes`.
 

@@ -46,8 +46,8 @@ class ScheduledStep:
 class Scheduler:
     """Pick each step's rows under a token budget and the pool's free blocks.
 
-    As a context manager it owns its rows' blocks: on the way out, also by an exception, all of them are returned. Not after a
-    signal, which may have come in the middle of the bookkeeping: what it left is thrown away with the block manager.
+    As a context manager it owns its rows' blocks: on the way out, also by an exception, all of them are returned. Not after
+    Ctrl-C, which may have come in the middle of the bookkeeping: what it left is thrown away with the block manager.
     """
 
     def __init__(

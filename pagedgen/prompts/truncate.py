@@ -45,7 +45,9 @@ class Truncator:
         if rendered.text is not None:
             pieces = self._whole_characters(*pieces)
         if not (head or pieces[0] or pieces[1]):
-            raise RowError("prompt_too_long", f"the prompt has {len(token_ids)} tokens, and room for {limit} leaves nothing of it")
+            raise RowError(
+                "prompt_too_long", f"the prompt has {len(token_ids)} tokens, and room for {limit} leaves nothing of it"
+            )
         return rendered, [*token_ids[:head], *pieces[0], *pieces[1]]
 
     def _cut_chat(self, rendered: Rendered, token_ids: list[int], limit: int) -> tuple[Rendered, list[int]]:

@@ -35,7 +35,7 @@ class _HashingWriter(io.RawIOBase):
     def fileno(self) -> int:
         return self._fd
 
-    def write(self, data) -> int:  # type: ignore[override]
+    def write(self, data) -> int:
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
@@ -65,7 +65,7 @@ class WholeFile:
         self._target = path.resolve()
         self._temporary = (via or self._target.parent) / f".pagedgen-{os.getpid()}-{next(_numbers)}.tmp"
         self._raw = _HashingWriter(self._temporary)
-        self.file: IO[bytes] = io.BufferedWriter(self._raw, _CHUNK_BYTES)  # type: ignore[assignment]
+        self.file: IO[bytes] = io.BufferedWriter(self._raw, _CHUNK_BYTES)
 
     @property
     def num_bytes(self) -> int:

@@ -14,8 +14,10 @@ from ..errors import RowError
 from .schema import Result
 
 CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
-_SAMPLING = ("n", "temperature", "top_p", "seed", "stop", "max_tokens", "top_k", "min_p", "min_tokens", "ignore_eos")
-_SAMPLING += ("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens")
+_SAMPLING = (
+    "n", "temperature", "top_p", "seed", "stop", "max_tokens", "top_k", "min_p", "min_tokens", "ignore_eos",
+    "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
 # Fields that change nothing here, and fields that only their neutral value can have.
 _IGNORED = {"model", "user", "metadata", "store", "service_tier", "stream_options", "tools", "documents"}
 _IGNORED |= {"messages", "prompt", "max_completion_tokens", *_SAMPLING}

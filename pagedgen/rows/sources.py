@@ -318,6 +318,7 @@ class Input:
 
     def __init__(self, sources: list[Source], limit: int | None = None):
         self.sources = sources
+        self.empty: list[str] = []  # names of sources that turned out to have no rows
         self._limit = limit
 
     def chunks(self, columns: list[str] | None = None, *, values: bool = True) -> Iterator[Chunk]:
@@ -341,6 +342,8 @@ class Input:
                 count += len(chunk.rows)
                 yield chunk if columnar else _as_text(chunk)
             first += count
+            if not count and source.name not in self.empty:
+                self.empty.append(source.name)
 
     def schema(self) -> Any:
         """Return the unified Arrow schema when every source has one, else None.

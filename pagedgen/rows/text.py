@@ -171,7 +171,7 @@ def csv_header(path: Path, name: str, compression: str | None, delimiter: str) -
     Raises:
         InputError: two columns of one name, or no readable header.
     """
-    header = next(_csv_rows(path, name, compression, delimiter), (0, []))[1]
+    header: Any = next(_csv_rows(path, name, compression, delimiter), (0, []))[1]
     if isinstance(header, RowError):
         raise InputError(f"{name} has no readable header: {header.message}")
     if _is_not_utf8(header):

@@ -42,7 +42,7 @@ class Workspace:
                 sync_directory(self.directory.parent)
             elif not self._temporary and any(not _is_ours(p) for p in self.directory.iterdir()):
                 raise UsageError(f"{self.directory} holds other files than pagedgen's; give another --output")
-            self._lock = lock(self.directory / _LOCK)
+            self._lock: int | None = lock(self.directory / _LOCK)
             if self.manifest() is None:
                 self._clear(keep={_LOCK})
 
@@ -93,6 +93,10 @@ class Workspace:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+        self.remove_temporary()
+
+    def remove_temporary(self) -> None:
+        """Remove a directory that nothing goes on from."""
         if self._temporary:
             shutil.rmtree(self.directory, ignore_errors=True)
 

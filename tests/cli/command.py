@@ -51,4 +51,4 @@ def pagedgen(*args, cwd="."):
 
 
 def read_jsonl(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]

@@ -34,7 +34,7 @@ class EchoEngine:
             held += feed.take(wait=not held)
             if self.rng is not None:
                 self.rng.shuffle(held)
-            for _ in range(min(len(held), 256)):
+            for _ in range(min(len(held), 16)):
                 self._answer(held.pop(), on_finished)
                 self.after_row()
             on_step(report)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 
@@ -26,19 +27,28 @@ class Nursery:
     def _answer(self):
         return json.loads(self._process.stdout.readline())
 
-    def run(self, args, cwd, kill=None, after_s=0.0):
-        """Run a command, sending it the signal `kill` after a while; return exit code and stderr."""
+    def run(self, args, cwd, kill=None, after_s=0.0, env=None, until=None):
+        """Run a command; return exit code and stderr.
+
+        `kill`: a signal, or several, to send after a while; with `until`, a text on stderr, the while begins when it is there.
+        """
         stderr = Path(cwd) / "stderr.txt"
-        request = {"args": [str(a) for a in args], "cwd": str(cwd), "stderr": str(stderr)}
+        stderr.touch()
+        request = {"args": [str(a) for a in args], "cwd": str(cwd), "stderr": str(stderr), "env": env or {}}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         pid = self._answer()["pid"]
         if kill is not None:
+            deadline = time.monotonic() + 60
+            while until is not None and until not in stderr.read_text() and time.monotonic() < deadline:
+                time.sleep(0.005)
             time.sleep(after_s)
-            try:
-                os.kill(pid, kill)  # at worst it has ended and waits to be collected
-            except ProcessLookupError:
-                pass
+            for number in kill if isinstance(kill, tuple) else (kill,):
+                try:
+                    os.kill(pid, number)  # at worst it has ended and waits to be collected
+                except ProcessLookupError:
+                    pass
+                time.sleep(0.01)
         code = self._answer()["code"]
         said = stderr.read_text()
         stderr.unlink()
@@ -64,6 +74,7 @@ def _serve():
     import pagedgen.engine.opened
     import pagedgen.job
 
+    import_module("transformers.models.llama.modeling_llama")
     assert transformers.AutoModelForCausalLM and transformers.AutoTokenizer and pyarrow.parquet
     assert pagedgen.engine.engine and pagedgen.engine.opened and pagedgen.job
     _say({"ready": True})
@@ -72,6 +83,7 @@ def _serve():
         pid = os.fork()
         if pid == 0:
             os.chdir(request["cwd"])
+            os.environ.update(request["env"])
             fd = os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(fd, 2)
             os.dup2(os.open(os.devnull, os.O_RDWR), 1)

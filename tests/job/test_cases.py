@@ -7,11 +7,9 @@ import decimal
 import gzip
 import json
 import os
-import random
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from unittest import mock
@@ -22,7 +20,6 @@ import pyarrow.parquet as pq
 import pytest
 from command import COMMAND, ENV, pagedgen
 from job_runs import leftovers, start, write_jsonl
-from nursery import Nursery
 
 from pagedgen.config import PromptConfig
 from pagedgen.engine.model_runner import ModelRunner
@@ -31,7 +28,6 @@ from pagedgen.prompts.render import PromptRenderer
 from pagedgen.prompts.tokenize import PromptTokenizer
 from pagedgen.rows import sinks
 from pagedgen.rows.sources import expand_inputs
-from pagedgen.rows.workspace import manifest_path
 
 BOS, EOS = 1, 2
 BOS_TEMPLATE = (
@@ -850,7 +846,6 @@ def test_rs_01_a_part_that_was_just_being_written_is_no_part(resumed_job, tmp_pa
     assert not out.with_name(out.name + ".parts").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="damaged lines are counted once for each time the parts are read")
 def test_rs_01_it_is_told_how_many_results_were_damaged(resumed_job, tmp_path):
     out = tmp_path / "out.jsonl"
     (part,) = parts_of(out)
@@ -873,42 +868,6 @@ def test_rs_01_a_finished_output_that_was_damaged_is_refused_not_added_to(resume
     assert out.read_bytes() == damaged
     assert pagedgen(*resumed_job, "-o", out, "--overwrite").returncode == 0
     assert out.read_bytes() == whole
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    found = Nursery(ENV)
-    yield found
-    found.close()
-
-
-@pytest.mark.slow
-def test_rs_01_killed_at_twenty_random_moments_a_job_ends_in_the_same_file(tiny_model, tmp_path, nursery):
-    source = write_jsonl(tmp_path / "in.jsonl", [{"id": i, "prompt": f"row {i} " * (1 + i % 9)} for i in range(300)])
-    args = ["run", tiny_model(), source, "--n", 2, "--temperature", 1, "--seed", 3, "--max-tokens", 16, "--flush-every", "0s"]
-    args += ["--max-num-seqs", 16, "--max-num-batched-tokens", 256]
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    for _ in range(2):  # the second time everything is compiled
-        code, err = nursery.run([*args, "--overwrite", "-o", whole], tmp_path)
-        assert code == 0, err
-    startup = stats_of(whole)["startup_s"]
-    rng, codes, num_going_on = random.Random(11), [], 0
-    for _ in range(20):
-        num_going_on += bool(parts_of(out))
-        moment = startup * rng.uniform(0.8, 1.3)  # most of them while rows are generated and written
-        code, err = nursery.run([*args, "-o", out], tmp_path, kill=signal.SIGKILL, after_s=moment)
-        assert code in (-signal.SIGKILL, 0), err
-        codes.append(code)
-        if out.exists():  # whole, or not there
-            assert out.read_bytes() == whole.read_bytes()
-            out.unlink()
-            manifest_path(out).unlink(missing_ok=True)
-    assert codes.count(-signal.SIGKILL) > 10 and num_going_on > 3  # else little was tried
-    done = pagedgen(*args, "-o", out)
-    assert done.returncode == 0, done.stderr
-    assert out.read_bytes() == whole.read_bytes()
-    assert [(r["row_index"], r["sample_index"]) for r in read_jsonl(out)] == [(i, s) for i in range(300) for s in range(2)]
-    assert leftovers(tmp_path) == []
 
 
 def half_job(folder):
@@ -1098,7 +1057,6 @@ def test_cl_02_the_exit_code_says_whether_rows_failed(tiny_model, tmp_path, num_
     assert pagedgen(*args).returncode == code  # the same when it was done already
 
 
-@pytest.mark.xfail(strict=True, reason="with --max-error-rate 1 a run whose every row failed ends with 0")
 def test_cl_02_a_run_without_one_usable_row_is_never_a_success(tiny_model, tmp_path):
     source, out = write_jsonl(tmp_path / "x.jsonl", rows_with_errors(10, 10)), tmp_path / "out.jsonl"
     done = pagedgen("run", tiny_model(), source, "-o", out, "--max-tokens", 1, "--max-error-rate", 1)

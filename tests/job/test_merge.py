@@ -60,7 +60,7 @@ def test_openai_batches_are_merged_with_their_failures(shards, tmp_path):
         }
         for i in range(100)
     ]
-    whole, outputs = shards(rows=rows)
+    _, outputs = shards(rows=rows)
     done = pagedgen("merge", *outputs, "-o", tmp_path / "merged.jsonl")
     assert done.returncode == 0, done.stderr
     for name in ("{}.jsonl", "{}.errors.jsonl"):

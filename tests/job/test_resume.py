@@ -8,9 +8,7 @@ import random
 import signal
 
 import pytest
-from command import ENV
 from job_runs import leftovers, mixed_rows, read_bytes, write_jsonl
-from nursery import Nursery
 
 MOMENTS = 200 if os.environ.get("PAGEDGEN_PROFILE") == "nightly" else 20
 QUICK = ["--flush-every", "0.02s", "--max-tokens", "24", "--ignore-eos", "--max-num-seqs", "8", "--progress", "none"]
@@ -21,13 +19,6 @@ JOBS = {
     "sampled": ["--dtype", "float32", "--temperature", "1", "--n", "3", "--seed", "5", "--token-ids"],
     "parquet": ["--dtype", "float32", "--temperature", "0.7"],
 }
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    made = Nursery({**ENV, "TRANSFORMERS_VERBOSITY": "error"})
-    yield made
-    made.close()
 
 
 class Case:
@@ -57,16 +48,16 @@ class Case:
         assert not leftovers(self.directory)
 
 
-@pytest.fixture(params=JOBS)
-def case(request, nursery, tiny_model, tmp_path):
-    return Case(nursery, tiny_model("llama"), tmp_path, request.param)
+@pytest.fixture(scope="module", params=JOBS)
+def case(request, nursery, tiny_model, tmp_path_factory):
+    return Case(nursery, tiny_model("llama"), tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_killed_at_random_moments(case, number):
     """Each moment is followed by the same command; a job that got through by then begins anew."""
     rng = random.Random(str(number))
-    moments = MOMENTS if number == signal.SIGKILL else MOMENTS // 2
+    moments = MOMENTS if number == signal.SIGKILL else MOMENTS // 2 + 2
     finished = killed = with_parts = 0
     for _ in range(moments // len(JOBS)):
         how = {"kill": number, "after_s": rng.uniform(0, case.duration_s * 1.1)}
@@ -92,4 +83,5 @@ def test_killed_at_random_moments(case, number):
     code, said = case.run()
     assert code == 3, said
     case.check_finished()
+    case.clear()
     assert killed and (with_parts or moments < 40), (finished, killed, with_parts)

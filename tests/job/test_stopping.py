@@ -3,88 +3,94 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import time
 
 import pytest
-from command import COMMAND, ENV, pagedgen, read_jsonl
-from job_runs import finish, leftovers, start, write_jsonl
+from command import pagedgen, read_jsonl
+from job_runs import leftovers, write_jsonl
 
 from pagedgen.engine.feed import Control
 from pagedgen.stopping import FLUSH_MARGIN_S, Stopper, slurm_seconds_left
 
-assert COMMAND and ENV
-
 
 @pytest.fixture
 def prompts(tmp_path):
-    return write_jsonl(tmp_path / "in.jsonl", [{"id": i, "prompt": f"go on {i}"} for i in range(400)])
+    rows = [{"id": i, "prompt": f"go on {i}", "sampling_params": {"max_tokens": 30 + i % 41}} for i in range(400)]
+    return write_jsonl(tmp_path / "in.jsonl", rows)
 
 
 def flags(model, *more):
-    return ["run", model, "in.jsonl", "-o", "out.jsonl", "--max-tokens", 60, "--ignore-eos", "--max-num-seqs", 16, *more]
+    return ["run", model, "in.jsonl", "-o", "out.jsonl", "--ignore-eos", "--max-num-seqs", 16, *more]
 
 
-def until_generating(process):
-    for line in process.stderr:
-        if b"generating" in line:
-            return
+class Job:
+    """A job in a process of its own."""
+
+    def __init__(self, nursery, model, directory):
+        self.nursery, self.model, self.directory = nursery, model, directory
+
+    def __call__(self, *more, **how):
+        code, said = self.nursery.run(flags(self.model, *more), self.directory, **how)
+        assert "Traceback" not in said, said
+        return code, said.replace("\n", " ")
+
+    def kept_tokens(self):
+        """Return the tokens of the results that are on disk."""
+        lines = [line for p in self.directory.glob("out.jsonl.parts/part-*") for line in p.read_bytes().splitlines()]
+        return sum(json.loads(line.split(b" ", 4)[4]).get("num_generated_tokens", 0) for line in lines)
+
+    @property
+    def stats(self):
+        return json.loads((self.directory / "out.jsonl.stats.json").read_text())
+
+
+@pytest.fixture
+def job(nursery, tiny_model, prompts, tmp_path):
+    return Job(nursery, tiny_model(), tmp_path)
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP], ids=lambda n: n.name
 )
-def test_a_signal_lets_running_rows_finish(tiny_model, prompts, tmp_path, number):
-    process = start(*flags(tiny_model()), cwd=tmp_path)
-    until_generating(process)
-    time.sleep(0.3)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    said = err.decode()
-    assert process.returncode == 75, said
-    assert f"stopped by {number.name}" in said.replace("\n", " ")
-    kept = int(re.search(r"with ([\d,]+) results finished and kept", said.replace("\n", " "))[1].replace(",", ""))
-    stats = json.loads((tmp_path / "out.jsonl.stats.json").read_text())
-    assert (stats["partial"], stats["stopped_by"]) == (True, number.name)
+def test_a_signal_lets_running_rows_finish(job, tmp_path, number):
+    code, said = job(kill=number, after_s=0.3, until="generating")
+    assert code == 75, said
+    assert f"stopped by {number.name}" in said
+    kept = int(re.search(r"with ([\d,]+) results finished and kept", said)[1].replace(",", ""))
+    assert (job.stats["partial"], job.stats["stopped_by"]) == (True, number.name)
     assert kept >= 16, "the rows that ran when the signal came were finished"
-    assert kept * 60 == stats["generated_tokens"], "no token was generated in vain"
+    assert job.kept_tokens() == job.stats["generated_tokens"], "no token was generated in vain"
     assert not (tmp_path / "out.jsonl").exists()
-    code, said = finish(*flags(tiny_model()), cwd=tmp_path)
+    code, said = job()
     assert code == 0, said
     assert f"{kept:,} results of an earlier run are kept" in said
     assert [r["id"] for r in read_jsonl(tmp_path / "out.jsonl")] == list(range(400))
     assert not leftovers(tmp_path)
 
 
-def test_a_second_interrupt_ends_at_once_and_nothing_finished_is_lost(tiny_model, prompts, tmp_path):
-    process = start(*flags(tiny_model(), "--flush-every", "0s"), cwd=tmp_path)
-    until_generating(process)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.01)
+def test_a_second_interrupt_ends_at_once_and_nothing_finished_is_lost(job):
     begin = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert time.monotonic() - begin < 1
-    assert b"Traceback" not in err
-    code, said = finish(*flags(tiny_model()), cwd=tmp_path)
+    code, _ = job("--flush-every", "0s", "--grace", "30s", kill=(signal.SIGINT, signal.SIGINT), after_s=0.5, until="generating")
+    assert code == 75
+    assert time.monotonic() - begin < 20
+    code, said = job()
     assert code == 0, said
     assert "results of an earlier run are kept" in said
 
 
-def test_without_grace_running_rows_are_dropped(tiny_model, prompts, tmp_path):
-    process = start(*flags(tiny_model(), "--grace", 0), cwd=tmp_path)
-    until_generating(process)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 75
-    stats = json.loads((tmp_path / "out.jsonl.stats.json").read_text())
-    kept = sum(1 for p in (tmp_path / "out.jsonl.parts").glob("part-*") for _ in p.open())
-    assert kept * 60 < stats["generated_tokens"]
+def test_other_signals_while_it_stops_change_nothing(job):
+    """Slurm sends TERM when what it was told to send before had no effect."""
+    code, said = job(kill=(signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM), after_s=0.3, until="generating")
+    assert code == 75
+    assert "stopped by SIGUSR1" in said
+
+
+def test_without_grace_running_rows_are_dropped(job):
+    code, _ = job("--grace", 0, kill=signal.SIGTERM, after_s=0.3, until="generating")
+    assert code == 75
+    assert job.kept_tokens() < job.stats["generated_tokens"]
 
 
 def test_a_deadline_stops_a_job_in_time(tiny_model, prompts, tmp_path):
@@ -136,36 +142,20 @@ def test_on_error_stop_names_the_row_before_any_generation(tiny_model, tmp_path)
     assert [r["error_code"] for r in read_jsonl(tmp_path / "out.jsonl")] == [None, "null_prompt", None]
 
 
-def test_only_one_process_works_on_an_output(tiny_model, prompts, tmp_path):
-    process = start(*flags(tiny_model()), cwd=tmp_path)
-    until_generating(process)
-    done = pagedgen(*flags(tiny_model()), cwd=tmp_path)
-    assert done.returncode == 2
-    assert "another pagedgen is writing" in done.stderr
-    process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert len(read_jsonl(tmp_path / "out.jsonl")) == 400
+def test_only_one_process_works_on_an_output(job, tiny_model, tmp_path):
+    from pagedgen.rows.workspace import Workspace
+
+    other = Workspace(str(tmp_path / "out.jsonl"))
+    code, said = job()
+    assert code == 2
+    assert "another pagedgen is writing" in said
+    other.close()
+    assert job()[0] == 0
 
 
-def test_interrupted_before_generation_it_leaves_nothing_half_done(tiny_model, prompts, tmp_path):
-    process = start(*flags(tiny_model()), cwd=tmp_path)
-    for line in process.stderr:
-        if b"loading" in line:
-            break
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert b"Traceback" not in err
+@pytest.mark.parametrize("phase", ["opening the model", "reading prompts", "loading"])
+def test_interrupted_before_generation_it_leaves_nothing_half_done(job, tmp_path, phase):
+    code, said = job(kill=signal.SIGTERM, until=phase)
+    assert code == 75, said
     assert not (tmp_path / "out.jsonl").exists()
-    assert finish(*flags(tiny_model()), cwd=tmp_path)[0] == 0
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_log_that_is_full_does_not_stop_a_signal(tiny_model, prompts, tmp_path):
-    import subprocess
-
-    with open("/dev/full", "w") as full:
-        process = subprocess.Popen([*COMMAND, *map(str, flags(tiny_model()))], cwd=tmp_path, stderr=full, env=ENV)
-        time.sleep(6)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) in (75, 0)
+    assert job()[0] == 0

@@ -85,8 +85,9 @@ def test_json_values(jobs, tmp_path_factory, rows, suffix):
 
 ARROW = st.sampled_from(
     [
-        pa.int8(), pa.int64(), pa.uint64(), pa.float32(), pa.float64(), pa.float16(), pa.bool_(), pa.string(), pa.large_string(),
-        pa.string_view(), pa.binary(), pa.large_binary(), pa.binary(4), pa.date32(), pa.date64(), pa.time32("ms"),
+        pa.int8(), pa.int64(), pa.uint64(), pa.float32(), pa.float64(), pa.float16(), pa.bool_(), pa.string(),
+        pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary(4), pa.date32(), pa.date64(),
+        pa.time32("ms"),
         pa.time64("us"), pa.time64("ns"), pa.timestamp("us"), pa.timestamp("ns"),
         pa.timestamp("us", "Europe/Paris"), pa.duration("us"), pa.decimal128(20, 3), pa.decimal256(60, 5), pa.null(),
     ]
