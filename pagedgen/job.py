@@ -532,7 +532,7 @@ def plan_only(config: JobConfig, progress: Progress, stopper: Stopper, device_me
             not_run += group.not_run()
         if not num_rows and job.source.schema() is None:
             raise InputError(f"the input has no rows: {', '.join(config.inputs)}")
-    plan, source = job.estimate(lengths, device_memory_bytes, **not_run)
+    plan, source = job.estimate(lengths, device_memory_bytes, covers_all_rows=True, **not_run)
     return PlanReport(
         plan.to_dict(),
         opened.spec.to_dict(),
