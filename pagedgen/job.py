@@ -307,8 +307,9 @@ class _Run:
                 f"{tokenizer.num_plain:,} prompts are plain text and are continued as they are; to have the model answer "
                 "as in a chat, give rows of messages, or --as-chat"
             )
-        for name in self._job.source.empty:
-            self._progress.note(f"{name} has no rows")
+        for extent in self._job.source.extents.values():
+            if not extent["num_rows"]:
+                self._progress.note(f"{extent['name']} has no rows")
         if tokenizer.num_bos_kept:
             self._progress.note(f"{tokenizer.num_bos_kept} prompts begin with the BOS text themselves; no second one was added")
 
@@ -498,6 +499,7 @@ class _Run:
         document = self._stats.to_dict({**self._config.to_dict(), "engine": opened.config.to_dict()})
         document["plan"] = None if plan is None else plan.to_dict()
         document["model"] = opened.spec.to_dict()
+        document["inputs"] = list(self._job.source.extents.values())
         self._document = document
         if self._stats_path is not None:
             path = Path(self._stats_path)

@@ -318,7 +318,7 @@ class Input:
 
     def __init__(self, sources: list[Source], limit: int | None = None):
         self.sources = sources
-        self.empty: list[str] = []  # names of sources that turned out to have no rows
+        self.extents: dict[int, dict[str, Any]] = {}  # of the sources read so far, where their rows are among all
         self._limit = limit
 
     def chunks(self, columns: list[str] | None = None, *, values: bool = True) -> Iterator[Chunk]:
@@ -331,7 +331,7 @@ class Input:
         """
         first = 0
         columnar = self.schema() is not None
-        for source in self.sources:
+        for place, source in enumerate(self.sources):
             left = None if self._limit is None else self._limit - first
             if left == 0:
                 return
@@ -341,9 +341,8 @@ class Input:
                     row.index += first
                 count += len(chunk.rows)
                 yield chunk if columnar else _as_text(chunk)
+            self.extents[place] = {"name": source.name, "first_row_index": first, "num_rows": count}
             first += count
-            if not count and source.name not in self.empty:
-                self.empty.append(source.name)
 
     def schema(self) -> Any:
         """Return the unified Arrow schema when every source has one, else None.

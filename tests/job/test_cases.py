@@ -228,7 +228,7 @@ def text_table(kind):
 def counted(stats):
     """Return what statistics count, without times, memory and paths."""
     measured = ("wall_s", "startup_s", "generate_s", "tokens_per_s", "time_split_s", "peak_memory_bytes", "input_waits")
-    return {k: v for k, v in stats.items() if k not in (*measured, "config", "plan", "swap", "model")}
+    return {k: v for k, v in stats.items() if k not in (*measured, "config", "plan", "swap", "model", "inputs")}
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
