@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pagedgen.job_merge import merge as merge_shards
+from pagedgen.jobs.merge import merge as merge_shards
 
 from .output import stderr
 

@@ -160,7 +160,8 @@ def show_end(report: Any, max_error_rate: float, max_tokens_note: str, mode: str
     if report.stopping_error is not None:
         fail(f"stopped at the first error, {report.stopping_error}; finished rows are kept, the same command tries again")
     elif report.stopped_by is not None:
-        fail(f"stopped by {report.stopped_by} with {report.num_results:,} results finished and kept; the same command goes on")
+        kept = f"with {report.num_results:,} results finished and kept; the same command goes on"
+        fail(f"stopped by {report.stopped_by} {kept if report.output != '-' else 'before anything was written to stdout'}")
         if mode == "json":
             print_event({"event": "stopped", "by": report.stopped_by, "results": report.num_results})
     elif report.is_repeat:
@@ -197,7 +198,8 @@ def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max
         table.add_row("reused", f"{stats['rows_reused']:,} results of an earlier run")
     if stats["row_errors"]:
         table.add_row("row errors", ", ".join(f"{v:,} {k}" for k, v in stats["row_errors"].items()))
-    table.add_row("tokens", f"{stats['prompt_tokens']:,} prompt, {stats['generated_tokens']:,} generated{max_tokens_note}")
+    now = f", {stats['generated_tokens']:,} of them now" if stats["generated_tokens"] != stats["output_tokens"] else ""
+    table.add_row("tokens", f"{stats['prompt_tokens']:,} prompt, {stats['output_tokens']:,} generated{now}{max_tokens_note}")
     table.add_row(
         "speed",
         f"{stats['tokens_per_s']:,.1f} generated tokens/s over {stats['generate_s']:.1f} s "

@@ -260,6 +260,8 @@ def run(
             audit=audit,
         ),
     )
+    if job.deadline_s == 0:
+        raise UsageError(f"--deadline {deadline} is past")
     ends = [seconds for seconds in (job.deadline_s, slurm_seconds_left()) if seconds is not None]
     stopper: Stopper = ctx.obj
     stopper.limit(grace_s=job.grace_s, deadline_s=min(ends, default=None))

@@ -28,7 +28,7 @@ def install(stopper: Stopper) -> None:
             stopper.stop(name)
             return
         stopper.clean_up()
-        _say(f"pagedgen: stopped by {name}; what is finished is kept, the same command goes on\n")
+        _say(f"pagedgen: stopped by {name}" + "; what is finished is kept, the same command goes on" * stopper.keeps_results)
         os._exit(EXIT_STOPPED)
 
     for number in STOPPING:
@@ -39,6 +39,6 @@ def install(stopper: Stopper) -> None:
 def _say(text: str) -> None:
     show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar may have hidden it
     try:
-        os.write(2, (show_cursor + text).encode())
+        os.write(2, f"{show_cursor}{text}\n".encode())
     except OSError:
         pass

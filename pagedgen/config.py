@@ -209,9 +209,11 @@ class JobConfig:
             ("--deadline", self.deadline_s, 0),
         ):
             if value is not None and not low <= value < 2**62:
-                raise UsageError(f"{flag} {value:g} must be at least {low}")
+                raise UsageError(f"{flag} {value:g} must be at least {low}, and below 2**62")
         if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
             raise UsageError(f"--shard {self.shard[0]}/{self.shard[1]}: shards of n are numbered from 0 to n - 1")
+        if self.shard is not None and self.max_total_tokens is not None:
+            raise UsageError("--max-total-tokens counts over the whole input: it can't be used with --shard")
         if self.retry_errors and self.on_error == "stop":
             raise UsageError("--retry-errors and --on-error stop exclude each other")
         if self.retry_errors and (self.restart or self.overwrite):

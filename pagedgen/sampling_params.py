@@ -55,7 +55,7 @@ class SamplingParams:
             _integer("seed", self.seed, low=0, high=2**64 - 1)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r:.40}")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold non-empty strings, not {text!r}")
@@ -118,7 +118,7 @@ def _sequence(name: str, value: Any) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{name} must be a list, not {value!r}")
+        raise ValueError(f"{name} must be a list, not {value!r:.40}")
     return list(value)
 
 
@@ -131,12 +131,12 @@ def _number(name: str, value: Any, *, low: float, high: float = math.inf, exclud
         raise ValueError(f"{name} must be a finite number, not {value!r:.40}")
     if value < low or value > high or (exclude_low and value == low):
         bracket = "(" if exclude_low else "["
-        raise ValueError(f"{name} {value} is outside {bracket}{low:g}, {high:g}]")
+        raise ValueError(f"{name} {value!r:.40} is outside {bracket}{low:g}, {high:g}]")
 
 
 def _integer(name: str, value: Any, *, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, not {value!r}")
+        raise ValueError(f"{name} must be an integer, not {value!r:.40}")
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} {value} must be {limit}")
+        raise ValueError(f"{name} {value!r:.40} must be {limit}")

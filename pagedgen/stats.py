@@ -96,6 +96,7 @@ class RunStats:
     stopped_by: str | None = None  # why the run ended before its rows did
     input_waits: int = 0  # times the engine, once running, had nothing to do but wait for rows to be read
     prompt_tokens: int = 0
+    output_tokens: int = 0  # generated for the whole output, by earlier runs too
     generated_tokens: int = 0
     num_steps: int = 0
     preemptions: int = 0
@@ -139,6 +140,7 @@ class RunStats:
             "input_waits": self.input_waits,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.prefix.saved_tokens + self.kept_tokens,
+            "output_tokens": self.output_tokens,
             "generated_tokens": self.generated_tokens,
             "wall_s": perf_counter() - self.started,
             "startup_s": self.startup_s,

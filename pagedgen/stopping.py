@@ -15,7 +15,7 @@ FLUSH_MARGIN_S = 5.0  # beyond the grace, for writing what is finished
 def slurm_seconds_left(environment: Mapping[str, str] = os.environ) -> float | None:
     """Return the seconds until Slurm ends this job (`SLURM_JOB_END_TIME`); None outside of one."""
     end = environment.get("SLURM_JOB_END_TIME", "")
-    return float(end) - time.time() if end.isdigit() else None
+    return max(0.0, float(end) - time.time()) if end.isdecimal() else None
 
 
 class Stopper:
@@ -25,13 +25,20 @@ class Stopper:
         self.reason: str | None = None
         self.is_watched = False  # somebody asks `control` and will act on it
         self.on_abort: Callable[[], None] | None = None  # what to do when the process is about to end on the spot
+        self.keeps_results = False  # what is finished stays and can be gone on with
         self._drop_at = float("inf")
         self.limit(grace_s=grace_s, deadline_s=deadline_s)
 
     def limit(self, *, grace_s: float, deadline_s: float | None) -> None:
-        """Set how long running rows may go on, and in how many seconds from now the process has to be gone."""
+        """Set how long running rows may go on, and in how many seconds from now the process has to be gone.
+
+        Near a deadline the grace is a quarter of the time at most, and writing has an eighth: some of it shall be for work.
+        """
         self._grace_s = grace_s
-        self._stop_at = None if deadline_s is None else time.monotonic() + deadline_s - grace_s - FLUSH_MARGIN_S
+        self._stop_at = None
+        if deadline_s is not None:
+            self._grace_s = min(grace_s, deadline_s / 4)
+            self._stop_at = time.monotonic() + deadline_s - self._grace_s - min(FLUSH_MARGIN_S, deadline_s / 8)
 
     def clean_up(self) -> None:
         """Do what must be done before the process ends on the spot."""

@@ -28,27 +28,17 @@ LEAVES = {
 }
 # Who may import whom, within the package; a folder may always import itself and the leaves.
 ALLOWED = {
-    "pagedgen.cli": {"pagedgen", "pagedgen.job", "pagedgen.job_merge", "pagedgen.model.demo", "pagedgen.stopping"},
+    "pagedgen.cli": {"pagedgen", "pagedgen.job", "pagedgen.jobs.merge", "pagedgen.model.demo", "pagedgen.stopping"},
     "pagedgen.kernels": set(),
-    "pagedgen.recipes": {"pagedgen.kernels.api", "pagedgen.engine", "pagedgen.rows", "pagedgen.job_setup"},
-    "pagedgen.job": {
-        "pagedgen.rows",
-        "pagedgen.engine",
-        "pagedgen.job_output",
-        "pagedgen.job_reader",
-        "pagedgen.job_setup",
-        "pagedgen.stopping",
-    },
-    "pagedgen.job_output": {"pagedgen.rows", "pagedgen.job_setup"},
-    "pagedgen.job_merge": {"pagedgen.rows", "pagedgen.job_output"},
-    "pagedgen.job_reader": {"pagedgen.rows", "pagedgen.prompts"},
-    "pagedgen.job_setup": {
+    "pagedgen.recipes": {"pagedgen.kernels.api", "pagedgen.engine", "pagedgen.rows", "pagedgen.jobs"},
+    "pagedgen.job": {"pagedgen.rows", "pagedgen.engine", "pagedgen.jobs", "pagedgen.stopping"},
+    "pagedgen.jobs": {
         "pagedgen",
         "pagedgen.rows",
         "pagedgen.prompts",
         "pagedgen.engine",
         "pagedgen.model.demo",
-        "pagedgen.job_reader",
+        "pagedgen.stopping",
     },
     "pagedgen.stopping": {"pagedgen.engine.feed"},
     "pagedgen.llm": {"pagedgen.prompts", "pagedgen.engine"},

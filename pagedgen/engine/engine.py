@@ -71,7 +71,7 @@ class Engine:
                 sample=lambda logits: self._sampler(logits[:ROWS_AT_ONCE], [probe] * min(len(logits), ROWS_AT_ONCE)),
             )
 
-    def plan(self, requests: list[Request], *, covers_all_rows: bool = True, **not_run: int) -> Plan:
+    def plan(self, requests: list[Request], *, covers_all_rows: bool = True, must_fit: bool = True, **not_run: int) -> Plan:
         """Plan the requests on what memory is free now; `not_run` counts rows that ended before (see `planner.plan_job`).
 
         Raises:
@@ -87,6 +87,7 @@ class Engine:
             pending_bytes=self._activation_peak_bytes,
             activation_peak_bytes=self._activation_peak_bytes,
             covers_all_rows=covers_all_rows,
+            must_fit=must_fit,
             **not_run,
         )
 
@@ -104,9 +105,10 @@ class Engine:
     ) -> bool:
         """Answer every request; each of its samples ends in exactly one call of `on_finished` or `on_error`.
 
+        Unless `control`, which is asked before each step, ends the run before: then return False.
+
         `on_finished` may return the request of the conversation's next turn, which goes on from the finished one's blocks and
-        is answered for that sample alone. `control` is asked before each step; return False when it ended the run before all
-        rows were answered.
+        is answered for that sample alone.
         """
         config, stats = self.opened.config, self.stats
         assert config.block_size

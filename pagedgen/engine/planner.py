@@ -103,6 +103,7 @@ def plan_job(
     disk_swap_bytes: int = 0,
     prefix_caching: bool = False,
     covers_all_rows: bool = True,
+    must_fit: bool = True,
 ) -> Plan:
     """Plan a job from its rows' lengths.
 
@@ -113,7 +114,7 @@ def plan_job(
     `covers_all_rows` False more rows are to come, and the pool takes all there is.
 
     Raises:
-        MemoryPlanError: the pool can't hold even the shortest row; the message has every number.
+        MemoryPlanError: there is no pool, or (`must_fit`) it can't hold even the shortest row; the message has every number.
     """
     bytes_per_block = spec.bytes_per_block(block_size)
     if num_gpu_blocks_override and num_gpu_blocks_override * bytes_per_block > device_free_bytes:
@@ -133,7 +134,7 @@ def plan_job(
     blocks = one if beams is None else np.where(beams, all_needs, one)
     too_large = ~too_long & (blocks > max_block_num)
     runs = ~too_long & ~too_large
-    if max_block_num == 0 or (bool((~too_long).any()) and not runs.any()):
+    if max_block_num == 0 or (must_fit and bool((~too_long).any()) and not runs.any()):
         smallest = int(blocks[~too_long].min()) if (~too_long).any() else 1
         if available_kv_bytes <= 0 and not num_gpu_blocks_override:
             raise MemoryPlanError(
@@ -223,6 +224,7 @@ def plan_requests(
     pending_bytes: int,
     activation_peak_bytes: int,
     covers_all_rows: bool = True,
+    must_fit: bool = True,
     **not_run: Any,
 ) -> Plan:
     """Plan requests on a device; see `plan_job` and `memory.available_kv_bytes`.
@@ -259,5 +261,6 @@ def plan_requests(
         disk_swap_bytes=config.disk_swap_bytes,
         prefix_caching=config.enable_prefix_caching,
         covers_all_rows=covers_all_rows,
+        must_fit=must_fit,
         **not_run,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,20 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._config = config = config or PromptConfig()
         self._template = PromptTemplate(config.prompt_template) if config.prompt_template is not None else None
+        # Some chat templates print the date. All of a job's rows are told one time, even when it goes on another day.
+        self.told_time: datetime.datetime | None = None
+        if "strftime_now" in str(getattr(tokenizer, "chat_template", None)):
+            self.tell_time(datetime.datetime.now())
+
+    def tell_time(self, time: datetime.datetime) -> None:
+        """Let chat templates that ask for the time be told this one."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        self.told_time = time
+        templates = self._tokenizer.chat_template
+        for template in templates.values() if isinstance(templates, dict) else [templates]:
+            # The compiled template is the one that `apply_chat_template` takes from its cache.
+            _compile_jinja_template(template).globals["strftime_now"] = time.strftime
 
     def columns(self) -> list[str]:
         """Return the columns that rendering may look at."""
@@ -171,6 +186,7 @@ def normalize_messages(value: Any) -> list[dict[str, Any]]:
     Raises:
         RowError: not messages, none of them, or a part that is not text.
     """
+    value = _from_json_text(value)
     if value is None:
         raise RowError("null_prompt", "messages are null")
     if not isinstance(value, (list, tuple)):
@@ -215,7 +231,18 @@ def user_message(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
+def _from_json_text(value: Any) -> Any:
+    """Return a list that is given as JSON text, as in a CSV file; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
 def _turns(value: Any) -> tuple[str, ...]:
+    value = _from_json_text(value)
     if value is None:
         raise RowError("null_prompt", "turns are null")
     if not isinstance(value, (list, tuple)) or any(not isinstance(turn, str) for turn in value):

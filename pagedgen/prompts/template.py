@@ -27,6 +27,8 @@ class PromptTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise UsageError(f"--prompt-template: not a Jinja2 template: {error.message} (line {error.lineno})") from error
+        except (SyntaxError, RecursionError) as error:  # Python's own limits on what it becomes
+            raise UsageError(f"--prompt-template is nested too deeply: {error}") from error
         self.columns = sorted(meta.find_undeclared_variables(syntax))
         if not self.columns:
             raise UsageError("--prompt-template names no column; write it like 'Q: {{ question }}'")
@@ -38,7 +40,8 @@ class PromptTemplate:
             RowError: a column is missing, or the template fails on the row.
         """
         try:
-            return self._template.render(values)
+            # Parquet gives every row every column; null is as good as absent.
+            return self._template.render({name: value for name, value in values.items() if value is not None})
         except Exception as error:  # a template is foreign code and raises what it likes
             reason = str(error).strip() or type(error).__name__
             raise RowError("template_error", f"the prompt template failed: {reason:.300}") from error

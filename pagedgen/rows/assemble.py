@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..errors import RowError
+from .inputs import Input, Selection
 from .schema import Result
 from .sinks import Picked, Sink
-from .sources import Input, Selection
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Totals:
     num_errors: int = 0
     first_error: str | None = None
     prompt_tokens: int = 0
+    output_tokens: int = 0
     packed_tokens: int = 0  # of all answers, prompts included
     padded_tokens: int = 0  # the same in padded batches
 
@@ -42,6 +44,7 @@ class _Counting:
         prompts: dict[tuple[int, int], int] = {}
         for result in results:
             totals.finish_reasons[result.finish_reason] += 1
+            totals.output_tokens += result.num_generated_tokens
             if result.error_code is not None:
                 totals.row_errors[result.error_code] += 1
                 totals.num_errors += 1
@@ -94,6 +97,8 @@ def assemble(
                 own.append(upcoming)
                 upcoming = next(results, None)
             _check_complete(row.index, own)
+            if row.error is not None:  # a column that only the output needs is broken: the row is not whole
+                own = [_failed(result, row.error) for result in own]
             counting.add(own)
             picked.append((place, own))
         if picked:
@@ -101,6 +106,12 @@ def assemble(
     counting.close()
     assert upcoming is None, f"row {upcoming.row_index} is not in the input"
     return counting.totals
+
+
+def _failed(result: Result, error: RowError) -> Result:
+    """Return a result with the error of its row instead of an answer."""
+    where = (result.row_index, result.sample_index, result.turn_index)
+    return Result(*where, error_code=error.code, error=error.message)
 
 
 def _check_complete(row_index: int, results: list[Result]) -> None:

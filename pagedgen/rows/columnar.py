@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import InputError, RowError
 
 CHUNK_ROWS = 1024
-_CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 16 << 20
 
 
 def one_line(error: BaseException) -> str:
@@ -80,7 +80,7 @@ def read_parquet(path: Path, name: str, columns: list[str] | None, limit: int | 
 
 def _batch_rows(group: Any) -> int:
     """Return how many rows of a group to read at once, so that a batch stays small however wide its rows."""
-    return max(1, min(CHUNK_ROWS, _CHUNK_BYTES * group.num_rows // max(group.total_byte_size, 1)))
+    return max(1, min(CHUNK_ROWS, CHUNK_BYTES * group.num_rows // max(group.total_byte_size, 1)))
 
 
 def open_dataset(path: str, config: str | None, split: str | None, *, on_disk: bool) -> Any:

@@ -135,6 +135,11 @@ def write_whole(path: Path, chunks: Iterable[bytes], via: Path | None = None) ->
             whole.file.write(chunk)
 
 
+def remove(path: Path) -> None:
+    """Remove a file that is there."""
+    os.unlink(path)
+
+
 def sync_directory(path: Path) -> None:
     """Bring a directory's names to disk."""
     fd = os.open(path, os.O_RDONLY)
@@ -151,7 +156,8 @@ def read_chunks(path: Path) -> Iterator[bytes]:
         while chunk := os.read(fd, _CHUNK_BYTES):
             yield chunk
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):  # nothing is lost by it
+            os.close(fd)
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
@@ -189,10 +195,13 @@ def lock(path: Path) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise UsageError(f"another pagedgen is writing to {path.parent}; wait for it or give another --output") from error
+        is_there = path.exists() and os.path.samestat(os.fstat(fd), path.stat())
+    except BlockingIOError:
+        is_there = False
     except BaseException:
         os.close(fd)
         raise
+    if not is_there:  # somebody has it, or removed it between our opening and locking it
+        os.close(fd)
+        raise UsageError(f"another pagedgen is writing to {path.parent}; wait for it or give another --output")
     return fd

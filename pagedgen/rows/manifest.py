@@ -32,9 +32,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def text_hash(text: str | None) -> str | None:
-    """Return the hash of a text, such as a template."""
-    return None if text is None else hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+def template_hash(template: Any) -> str | None:
+    """Return the hash of a chat template: a text, or several by name."""
+    if template is None:
+        return None
+    return hashlib.blake2b(json.dumps(template, sort_keys=True).encode("ascii"), digest_size=16).hexdigest()
 
 
 def model_hashes(directory: Path, cache: Path) -> dict[str, str]:

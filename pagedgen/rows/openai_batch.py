@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def looks_like_batch(values: Mapping[str, Any]) -> bool:
     """Return True when a row is a request of a batch file."""
-    return {"custom_id", "url", "body"} <= values.keys() and isinstance(values["body"], Mapping)
+    return {"custom_id", "url", "body"} <= values.keys()
 
 
 def to_row(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,18 @@ class OutputPath:
         """Return the file, None for stdout."""
         return None if self.name == "-" else Path(self.name)
 
+    @property
+    def manifest(self) -> Path | None:
+        """Return where the manifest of a JSON lines output lies; a Parquet output holds its own."""
+        path = self.path
+        return None if path is None or self.format == "parquet" else path.with_name(path.name + ".manifest.json")
+
+    @property
+    def errors(self) -> Path | None:
+        """Return where the failures of an OpenAI batch go."""
+        path = self.path
+        return None if path is None else path.with_name(f"{path.stem}.errors{path.suffix}")
+
 
 def check_output(output: str, inputs: list[Path]) -> OutputPath:
     """Return an output after checking that it can be written. An existing file may be there.
@@ -31,6 +44,8 @@ def check_output(output: str, inputs: list[Path]) -> OutputPath:
         UsageError: unknown suffix, or one of the inputs; OutputError: the directory is missing or can't be written.
     """
     if output == "-":
+        if sys.stdout is None:
+            raise OutputError("can't write to stdout: it is closed")
         return OutputPath(output, "jsonl")
     if Path(output).suffix not in _FORMATS:
         raise UsageError(f"--output {output}: the suffix must be one of {', '.join(_FORMATS)} (or - for JSONL on stdout)")
@@ -58,5 +73,7 @@ def check_writable(name: str, flag: str, *, overwrite: bool, inputs: list[Path])
                 raise UsageError(f"{flag} {name} exists; pass --overwrite to replace it")
         with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
+    except RuntimeError as error:  # a circle of links
+        raise UsageError(f"{flag} {name}: {error}") from error
     except OSError as error:
         raise OutputError(f"can't write {name}: {error.strerror} (errno {error.errno})") from error

@@ -14,17 +14,18 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from .durable import read_lines, telling, write_whole
+from .durable import read_lines, remove, telling, write_whole
 from .schema import Result
 
 FAN_IN = 32
 _FLUSH_RESULTS = 4096
 _FLUSH_BYTES = 8 << 20
-_NAME = re.compile(r"part-(\d+)-(\d{8,})-(\d{8,})\.jsonl")
+PART_NAME = re.compile(r"part-(\d+)-(\d{8,})-(\d{8,})\.jsonl")
 _EMPTY = {f.name: f.default for f in fields(Result) if f.name not in ("row_index", "sample_index", "turn_index")}
 
 Key = tuple[int, int, int]  # row, sample, turn
@@ -65,14 +66,14 @@ class PartStore:
     def _take_up(self) -> list[Part]:
         parts = []
         for path in sorted(self._directory.iterdir()):
-            match = _NAME.fullmatch(path.name)
+            match = PART_NAME.fullmatch(path.name)
             if match:
                 parts.append(Part(path, *map(int, match.groups())))
             elif path.name.endswith(".tmp"):
-                path.unlink()  # a part that was being written when the process ended
+                remove(path)  # a part that was being written when the process ended
         for part in parts:
             if any(other.holds(part) for other in parts):
-                part.path.unlink()  # its lines were moved to a larger one
+                remove(part.path)  # its lines were moved to a larger one
         parts = [p for p in parts if not any(other.holds(p) for other in parts)]
         return sorted(parts, key=lambda p: p.first)
 
@@ -129,16 +130,23 @@ class PartStore:
                 raise
             for part in sources:
                 with telling(part.path):
-                    part.path.unlink()
+                    remove(part.path)
 
     def results(self) -> Iterator[Result]:
-        """Yield every result once, in order of (row, sample, turn), of those in parts now.
+        """Return every result once, in order of (row, sample, turn), of those in parts now.
+
+        The parts are opened at once, so that it doesn't matter when they become larger ones.
 
         Raises:
             OutputError: a part can't be read.
         """
-        for _, line in self._merge(list(self._parts)):
-            yield _decode(line)
+        merged = self._merge(list(self._parts))
+        first = next(merged, None)
+        return iter(()) if first is None else (_decode(line) for _, line in chain([first], merged))
+
+    def count(self) -> int:
+        """Return the number of results in parts now."""
+        return sum(1 for _ in self._merge(list(self._parts)))
 
     def _merge(self, parts: list[Part]) -> Iterator[tuple[Key, bytes]]:
         previous = None

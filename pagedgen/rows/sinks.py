@@ -83,7 +83,10 @@ class ParquetSink:
         self._schema = schema
         self._types = types
         self._arrow_schema = parquet_schema(schema, types)
-        self._writer = pq.ParquetWriter(file, self._arrow_schema, compression="zstd")
+        self._writer = pq.ParquetWriter(file, self._arrow_schema, compression="zstd", write_page_checksum=True)
+        self._input_columns: dict[str, str | None] = {output: column for column, output in schema.names.items()} | {
+            "id": schema.id_column
+        }
         self._batches: list[pa.RecordBatch] = []
         self._num_rows = self._num_bytes = 0
 
@@ -94,7 +97,7 @@ class ParquetSink:
         results = [result for _, group in picked for result in group]
         columns = []
         for name, field in zip(self._schema.columns, self._arrow_schema, strict=True):
-            column = self._input_column(name)
+            column = self._input_columns.get(name)
             if column is not None:
                 columns.append(self._taken(chunk, column, places, field.type))
             elif name == "id":
@@ -107,12 +110,6 @@ class ParquetSink:
         self._num_bytes += batch.nbytes
         if self._num_rows >= _GROUP_ROWS or self._num_bytes >= _GROUP_BYTES:
             self._write_group()
-
-    def _input_column(self, name: str) -> str | None:
-        """Return the input's column behind one of the output's."""
-        if name == "id":
-            return self._schema.id_column
-        return next((column for column, output in self._schema.names.items() if output == name), None)
 
     def _taken(self, chunk: Chunk, column: str, places: Any, kind: Any) -> Any:
         import pyarrow as pa
@@ -150,9 +147,11 @@ class ParquetSink:
 
 def abandon_writer(writer: Any) -> None:
     """Let go of a `pyarrow.parquet.ParquetWriter`, whose file may be full or closed."""
-    with contextlib.suppress(Exception):  # it wants to write a footer
-        writer.close()
-    writer.is_open = False  # or it would try again when it is collected
+    try:
+        with contextlib.suppress(Exception):  # it wants to write a footer
+            writer.close()
+    finally:
+        writer.is_open = False  # or it would try again when it is collected
 
 
 def take(array: Any, places: Any) -> Any:
@@ -181,20 +180,23 @@ def parquet_schema(schema: OutputSchema, types: dict[str, Any]) -> Any:
     texts = {column: pa.string() for column, kind in types.items() if kind is None}
     kinds["id"] = pa.int64() if schema.id_column is None else {**types, **texts}.get(schema.id_column, pa.string())
     kinds |= {output: {**types, **texts}[column] for column, output in schema.names.items()}
-    fields: list[pa.Field] = []
+    fields: dict[str, pa.Field] = {}
+    tried = set()
     for name in schema.columns:
-        unique = text_of(name)
-        while any(field.name == unique for field in fields):
+        unique, kind = text_of(name), kinds[name]
+        while unique in fields:
             unique += "_"  # names that differed in what UTF-8 can't hold
-        fields.append(pa.field(unique, kinds[name]))
-    for field in fields:
+        fields[unique] = pa.field(unique, kind)
+        if kind in tried:
+            continue
+        tried.add(kind)
         try:
-            pq.write_table(pa.schema([field]).empty_table(), io.BytesIO())
+            pq.write_table(pa.schema([fields[unique]]).empty_table(), io.BytesIO())
         except pa.ArrowException as error:
             raise UsageError(
-                f"column {field.name} of type {field.type} can't be written as Parquet ({one_line(error)}); write .jsonl"
+                f"column {unique} of type {kind} can't be written as Parquet ({one_line(error)}); write .jsonl"
             ) from error
-    return pa.schema(fields)
+    return pa.schema(list(fields.values()))
 
 
 def json_line(row: dict[str, Any]) -> bytes:

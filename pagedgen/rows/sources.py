@@ -7,8 +7,7 @@ carries the error in its place, so that nothing is dropped silently.
 from __future__ import annotations
 
 import glob
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -17,9 +16,8 @@ from typing import Any
 
 from ..errors import InputError, RowError
 from . import columnar, text
-from .columnar import CHUNK_ROWS
+from .columnar import CHUNK_BYTES, CHUNK_ROWS
 from .durable import file_hash
-from .schema import jsonable
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 _KINDS |= {".parquet": "parquet", ".pq": "parquet"}
@@ -98,8 +96,15 @@ class TextSource(Source):
             records = text.read_jsonl(self.path, self.name, self._compression)
         else:
             records = text.read_csv(self.path, self.name, self._compression, "\t" if self._kind == "tsv" else ",")
-        numbered = (Row(i, *record) for i, record in enumerate(islice(records, limit)))
-        while rows := list(islice(numbered, CHUNK_ROWS)):
+        rows: list[Row] = []
+        num_bytes = 0
+        for index, (position, found, error, size) in enumerate(islice(records, limit)):
+            rows.append(Row(index, position, found, error))
+            num_bytes += size
+            if len(rows) == CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
+                yield Chunk(rows)
+                rows, num_bytes = [], 0
+        if rows:
             yield Chunk(rows)
 
     def columns(self) -> list[str]:
@@ -192,10 +197,13 @@ def _from_batches(batches: Iterable[Any], with_values: bool) -> Iterator[Chunk]:
         index += len(batch)
 
 
-def expand_inputs(inputs: list[str], format: str = "auto", stdin: Path | None = None) -> tuple[list[Source], list[str]]:
+def expand_inputs(
+    inputs: list[str], format: str = "auto", own_files: Collection[Path] = (), stdin: Path | None = None
+) -> tuple[list[Source], list[str]]:
     """Turn files, globs, directories, `hf:` names and - into sources; return them, and what was passed over.
 
-    Globs and directories come in sorted order. `stdin`: where what - stands for was copied to.
+    Globs and directories come in sorted order, without a job's `own_files`. `stdin`: where what - stands for was copied to;
+    without it - is left out.
 
     Raises:
         InputError: nothing there, or something that can't be read.
@@ -206,22 +214,22 @@ def expand_inputs(inputs: list[str], format: str = "auto", stdin: Path | None = 
         path = Path(name)
         try:
             if name == "-":
-                assert stdin is not None
-                sources.append(_stdin_source(stdin, format))
+                if stdin is not None:
+                    sources.append(_stdin_source(stdin, format))
             elif name.startswith("hf:"):
                 sources.append(_hub_source(name))
             elif path.is_dir():
                 if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
                     sources.append(_saved_source(name, name, None))
                 else:
-                    sources += _readable(path.iterdir(), f"{name} holds no file that can be read", format, skipped)
+                    sources += _readable(path.iterdir(), f"{name} holds no file that can be read", format, own_files, skipped)
             elif path.is_file():
                 sources.append(_file_source(path, format))
             elif path.exists():
                 raise InputError(f"{name} is not a regular file")
             elif glob.has_magic(name):
                 matches = map(Path, glob.glob(name, recursive=True))
-                sources += _readable(matches, f"{name} matches no file that can be read", format, skipped)
+                sources += _readable(matches, f"{name} matches no file that can be read", format, own_files, skipped)
             else:
                 raise InputError(f"no such file: {name}")
         except OSError as error:
@@ -277,115 +285,18 @@ def _saved_source(name: str, folder: str, split: str | None) -> Source:
     return DatasetSource(name, lambda: columnar.open_dataset(folder, None, split, on_disk=True))
 
 
-def _readable(paths: Iterable[Path], otherwise: str, format: str, skipped: list[str]) -> list[Source]:
+def _readable(
+    paths: Iterable[Path], otherwise: str, format: str, own_files: Collection[Path], skipped: list[str]
+) -> list[Source]:
     """Return the files of a known kind in sorted order, each file once: a link can lead a glob to the same one many times."""
     found: dict[Path, Path] = {}
     for path in sorted(paths, reverse=True):
-        if path.name.startswith(".") or not path.is_file():
+        if path.name.startswith(".") or not path.is_file() or path.resolve() in own_files:
             continue
-        if _kind_of(path)[0] is None:
+        if _kind_of(path)[0] is None and format == "auto":
             skipped.append(str(path))
         else:
             found[path.resolve()] = path
     if not found:
         raise InputError(f"{otherwise}; known suffixes are {KNOWN}")
     return [_file_source(path, format) for path in sorted(found.values())]
-
-
-def _as_text(chunk: Chunk) -> Chunk:
-    if chunk.batch is not None:
-        for row in chunk.rows:
-            row.values = jsonable(row.values)
-    return Chunk(chunk.rows)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which rows of the input a job takes: `indices`, when given; of these every `shard`th. Rows keep their index."""
-
-    indices: frozenset[int] | None = None
-    shard: tuple[int, int] | None = None  # (i, n): rows whose index leaves i when divided by n
-
-    def takes(self, index: int) -> bool:
-        """Return True when a row is taken."""
-        if self.shard is not None and index % self.shard[1] != self.shard[0]:
-            return False
-        return self.indices is None or index in self.indices
-
-
-class Input:
-    """A job's whole input: the sources one after the other."""
-
-    def __init__(self, sources: list[Source], limit: int | None = None):
-        self.sources = sources
-        self.extents: dict[int, dict[str, Any]] = {}  # of the sources read so far, where their rows are among all
-        self._limit = limit
-
-    def chunks(self, columns: list[str] | None = None, *, values: bool = True) -> Iterator[Chunk]:
-        """Yield all rows in order with their index among all; see `Source.chunks`.
-
-        A columnar source among text sources gives what JSON lines of it would hold.
-
-        Raises:
-            InputError: a source can't be read.
-        """
-        first = 0
-        columnar = self.schema() is not None
-        for place, source in enumerate(self.sources):
-            left = None if self._limit is None else self._limit - first
-            if left == 0:
-                return
-            count = 0
-            for chunk in source.chunks(columns, left, values):
-                for row in chunk.rows:
-                    row.index += first
-                count += len(chunk.rows)
-                yield chunk if columnar else _as_text(chunk)
-            self.extents[place] = {"name": source.name, "first_row_index": first, "num_rows": count}
-            first += count
-
-    def schema(self) -> Any:
-        """Return the unified Arrow schema when every source has one, else None.
-
-        Raises:
-            InputError: two sources give a column different types.
-        """
-        import pyarrow as pa
-
-        schemas = [source.schema() for source in self.sources]
-        if not schemas or any(schema is None for schema in schemas):
-            return None
-        try:
-            return pa.unify_schemas(schemas)
-        except pa.ArrowException as error:
-            raise InputError(f"the files have different columns: {columnar.one_line(error)}") from error
-
-    def sample_columns(self) -> list[str]:
-        """Return the columns a user could name: those of schemas and headers, and the keys of each text file's first rows."""
-        names: dict[str, None] = {}
-        for source in self.sources:
-            names.update(dict.fromkeys(source.columns()))
-            if source.schema() is None:
-                for chunk in islice(source.chunks(limit=CHUNK_ROWS), 1):
-                    for row in chunk.rows:
-                        names.update(dict.fromkeys(row.values))
-        return list(names)
-
-    def count(self) -> int:
-        """Return the number of rows, read where it must be."""
-        total = 0
-        for source in self.sources:
-            known = source.num_rows()
-            total += sum(len(c.rows) for c in source.chunks([], values=False)) if known is None else known
-        return total if self._limit is None else min(total, self._limit)
-
-    def fingerprint(self) -> list[dict[str, Any]]:
-        """Return each source's; names don't count."""
-        try:
-            return [json.loads(json.dumps(source.fingerprint())) for source in self.sources]
-        except OSError as error:
-            raise InputError(f"can't read {error.filename}: {error.strerror}") from error
-
-    def state(self) -> list[Any]:
-        """Return something that changes when a source does."""
-        return [source.state() for source in self.sources]

@@ -23,7 +23,7 @@ MAX_DEPTH = 64  # of nested values; Arrow's own limit is 100
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
-Record = tuple[int, dict[str, Any], RowError | None]  # position, values, or why there are none
+Record = tuple[int, dict[str, Any], RowError | None, int]  # position, values, or why there are none, and its size in bytes
 
 
 def open_text(path: Path, compression: str | None) -> IO[bytes]:
@@ -47,22 +47,23 @@ class _ZstdReader(io.RawIOBase):
         self._frame: Any = None
         self._input = b""
         self._ready = b""
+        self._taken = 0  # of what is ready
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
+        while self._taken == len(self._ready):
             if not self._input:
-                self._input = self._file.read(1 << 16)
+                self._input = self._file.read(4096)  # which may become a thousand times as much
                 if not self._input:
                     if self._frame is not None:
                         raise EOFError("the data ends inside a zstd frame")
                     return 0
             self._decompress()
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
+        count = min(len(buffer), len(self._ready) - self._taken)
+        buffer[:count] = self._ready[self._taken : self._taken + count]
+        self._taken += count
         return count
 
     def _decompress(self) -> None:
@@ -71,7 +72,7 @@ class _ZstdReader(io.RawIOBase):
         if self._frame is None:
             self._frame = zstandard.ZstdDecompressor().decompressobj()
         try:
-            self._ready = self._frame.decompress(self._input)
+            self._ready, self._taken = self._frame.decompress(self._input), 0
         except zstandard.ZstdError as error:
             raise zlib.error(str(error)) from error
         self._input = b""
@@ -92,7 +93,7 @@ def read_jsonl(path: Path, name: str, compression: str | None) -> Iterator[Recor
     is_first = True
     for number, raw in _lines(path, name, compression):
         if isinstance(raw, RowError):
-            yield number, {}, raw
+            yield number, {}, raw, 0
             continue
         raw = raw.strip()
         if not raw:
@@ -100,7 +101,7 @@ def read_jsonl(path: Path, name: str, compression: str | None) -> Iterator[Recor
         if is_first and raw.startswith(b"[") and path.name.endswith((".json", ".json.gz", ".json.zst")):
             raise InputError(f"{name} is a JSON array, not JSON lines; convert it, for example with: jq -c '.[]'")
         is_first = False
-        yield number, *_parse_line(raw, f"{name} line {number}")
+        yield number, *_parse_line(raw, f"{name} line {number}"), len(raw)
 
 
 def _lines(path: Path, name: str, compression: str | None) -> Iterator[tuple[int, bytes | RowError]]:
@@ -193,13 +194,13 @@ def read_csv(path: Path, name: str, compression: str | None, delimiter: str) -> 
     for number, fields in rows:
         where = f"{name} line {number}"
         if isinstance(fields, RowError):
-            yield number, {}, fields
+            yield number, {}, fields, 0
         elif len(fields) != len(header):
-            yield number, {}, RowError("bad_csv", f"{where} has {len(fields)} fields, the header {len(header)}")
+            yield number, {}, RowError("bad_csv", f"{where} has {len(fields)} fields, the header {len(header)}"), 0
         elif _is_not_utf8(fields):
-            yield number, {}, RowError("bad_csv", f"{where} is not UTF-8 text")
+            yield number, {}, RowError("bad_csv", f"{where} is not UTF-8 text"), 0
         else:
-            yield number, dict(zip(header, fields, strict=True)), None
+            yield number, dict(zip(header, fields, strict=True)), None, sum(map(len, fields))
 
 
 def _is_not_utf8(fields: list[str]) -> bool:

@@ -9,15 +9,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import OutputError, UsageError
-from .durable import lock, sync_directory, telling, whole_file, write_whole
+from .durable import file_hash, lock, remove, sync_directory, telling, whole_file, write_whole
+from .output_path import OutputPath
+from .parts import PART_NAME
 
 _MANIFEST, _LOCK, _STDIN = "manifest.json", "lock", "stdin"
+
+
+_OWN_NAMES = re.compile(rf"{_MANIFEST}|{_LOCK}|{_STDIN}|{PART_NAME.pattern}|\.pagedgen-\d+-\d+\.tmp|\.nfs\w+")
+_FIELDS = {"job": dict, "made_on": str, "retries": bool, "spoiled": bool}
 
 
 class Workspace:
@@ -40,20 +47,31 @@ class Workspace:
             self.directory.mkdir(exist_ok=True)
             if made:
                 sync_directory(self.directory.parent)
-            elif not self._temporary and any(not _is_ours(p) for p in self.directory.iterdir()):
-                raise UsageError(f"{self.directory} holds other files than pagedgen's; give another --output")
+            elif not self._temporary:
+                foreign = next((p.name for p in self.directory.iterdir() if not _OWN_NAMES.fullmatch(p.name)), None)
+                if foreign is not None:
+                    raise UsageError(f"{self.directory} holds other files than pagedgen's ({foreign}); give another --output")
             self._lock: int | None = lock(self.directory / _LOCK)
-            if self.manifest() is None:
-                self._clear(keep={_LOCK})
+            try:
+                if self.manifest() is None:
+                    self._clear(keep={_LOCK})
+            except BaseException:
+                self.close()
+                raise
 
     def manifest(self) -> dict[str, Any] | None:
         """Return the manifest of a job that was begun here."""
+        path = self.directory / _MANIFEST
         try:
-            return json.loads((self.directory / _MANIFEST).read_text(encoding="utf-8"))
+            manifest = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError as error:  # it is written whole: the disk broke it
-            raise OutputError(f"{self.directory / _MANIFEST} is broken: {error}; remove {self.directory}") from error
+        except ValueError:
+            manifest = None
+        if isinstance(manifest, dict) and all(isinstance(manifest.get(name), kind) for name, kind in _FIELDS.items()):
+            return manifest
+        # It is written whole: the disk or somebody's hand broke it.
+        raise OutputError(f"{path} is broken, so what is finished can't be gone on with; remove {self.directory}")
 
     def begin(self, manifest: dict[str, Any]) -> None:
         """Write the manifest: from now on what is here is worth keeping."""
@@ -63,6 +81,12 @@ class Workspace:
         """Throw away what an earlier run left."""
         self._remove(_MANIFEST)
         self._clear(keep={_LOCK, _STDIN})
+
+    def spoil(self) -> None:
+        """Note that what is here can't be gone on with."""
+        before = self.manifest()
+        if before is not None:
+            self.begin({**before, "spoiled": True})
 
     def copy_stdin(self, stdin: IO[bytes]) -> Path:
         """Copy all of stdin here, where it can be read twice; return the file."""
@@ -76,12 +100,13 @@ class Workspace:
         with contextlib.suppress(OSError):
             self._remove(_MANIFEST)
             self._clear(keep=set())
+            self.close()  # NFS keeps a file that is open, and its directory with it
             self.directory.rmdir()
         self.close()
 
     def has_parts(self) -> bool:
         """Return True when finished rows are here."""
-        return any(path.name.startswith("part-") for path in self.directory.iterdir())
+        return any(PART_NAME.fullmatch(path.name) for path in self.directory.iterdir())
 
     def via(self, output: Path) -> Path | None:
         """Return the directory where a new output can be written before it is put in its place; None: beside it."""
@@ -102,18 +127,13 @@ class Workspace:
 
     def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            (self.directory / name).unlink()
+            remove(self.directory / name)
             sync_directory(self.directory)
 
     def _clear(self, keep: set[str]) -> None:
         for path in self.directory.iterdir():
             if path.name not in keep:
-                path.unlink()
-
-
-def _is_ours(path: Path) -> bool:
-    name = path.name
-    return name in (_MANIFEST, _LOCK, _STDIN) or name.startswith("part-") or (name.startswith(".") and name.endswith(".tmp"))
+                remove(path)
 
 
 def finished_manifest(output: Path) -> dict[str, Any] | None:
@@ -125,22 +145,26 @@ def finished_manifest(output: Path) -> dict[str, Any] | None:
         from .sinks import MANIFEST_KEY
 
         try:
-            metadata = pq.read_metadata(output).metadata or {}
-        except (pa.ArrowException, OSError):
+            with output.open("rb") as file:  # Arrow can't open every name
+                metadata = pq.read_metadata(file).metadata or {}
+            manifest = json.loads(metadata[MANIFEST_KEY.encode()])
+        except (pa.ArrowException, KeyError, ValueError):
             return None
-        text = metadata.get(MANIFEST_KEY.encode())
-        return None if text is None else json.loads(text)
-    from .durable import file_hash
-
+        return manifest if _is_manifest(manifest) else None
+    beside = OutputPath(str(output), "jsonl")
+    assert beside.manifest is not None and beside.errors is not None
     try:
-        manifest = json.loads(manifest_path(output).read_text(encoding="utf-8"))
+        manifest = json.loads(beside.manifest.read_text(encoding="utf-8"))
         facts = manifest["result"]
         whole = output.stat().st_size == facts["bytes"] and file_hash(output) == facts["hash"]
-    except (OSError, ValueError, KeyError, TypeError):
+        whole = whole and ("errors_hash" not in facts or file_hash(beside.errors) == facts["errors_hash"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    return manifest if whole else None
+    return manifest if whole and _is_manifest(manifest) else None
 
 
-def manifest_path(output: Path) -> Path:
-    """Return where the manifest of a JSONL output lies."""
-    return output.with_name(output.name + ".manifest.json")
+def _is_manifest(manifest: Any) -> bool:
+    """Return True for what has the parts of a manifest that are looked at."""
+    parts: list[Any] = [manifest.get(name) for name in ("rows", "prompts", "result")] if isinstance(manifest, dict) else [None]
+    counts = ("num_rows", "num_results", "num_errors")
+    return all(isinstance(part, dict) for part in parts) and all(isinstance(parts[-1].get(name), int) for name in counts)

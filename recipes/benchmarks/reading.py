@@ -14,7 +14,7 @@ from time import perf_counter
 
 from pagedgen.config import EngineConfig, JobConfig
 from pagedgen.engine.opened import open_model
-from pagedgen.job_setup import prepare
+from pagedgen.jobs.setup import prepare
 from pagedgen.rows.sources import expand_inputs
 from pagedgen.stats import RunStats
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -176,12 +177,9 @@ def test_retry_errors_makes_only_the_failed_rows_again(jobs, tmp_path, suffix, m
 
     def failing(self, request, on_finished):
         from pagedgen.errors import RowError
-        from pagedgen.job import _Run
 
-        run = on_finished.__self__
-        assert isinstance(run, _Run)
         if request.row_index % 5 == 0:
-            run._on_error(request, 0, RowError("nan_logits", "not a number"))
+            on_finished.__self__.on_error(request, 0, RowError("nan_logits", "not a number"))
         else:
             answer(self, request, on_finished)
 
@@ -269,16 +267,6 @@ def test_other_files_in_the_parts_directory_are_not_touched(jobs, source, tmp_pa
     assert (parts / "thesis.txt").read_text() == "mine"
 
 
-def test_an_input_that_changes_while_it_runs_is_told_and_costs_nothing(jobs, source, tmp_path):
-    def change():
-        with source.open("a") as file:
-            file.write('{"prompt": "late"}\n')
-
-    with pytest.raises(UsageError, match="changed while the job ran"):
-        jobs.run([source], tmp_path / "o.jsonl", after_row=change)
-    assert not (tmp_path / "o.jsonl").exists()
-
-
 def test_parquet_columns_are_the_inputs_own(jobs, tmp_path):
     import pyarrow as pa
 
@@ -290,3 +278,160 @@ def test_parquet_columns_are_the_inputs_own(jobs, tmp_path):
     got = pq.read_table(tmp_path / "o.parquet")
     assert got.column("id").to_pylist() == [v for v in (1, None, 2**63 - 1) for _ in range(4)]
     assert got.schema.field("z").type == pa.binary()
+
+
+OPENAI = [
+    {"custom_id": f"c{i}", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p" if i % 3 else None}}
+    for i in range(9)
+]
+
+
+def test_no_file_that_is_not_the_jobs_is_replaced(jobs, source, tmp_path):
+    batch = write_jsonl(tmp_path / "b.errors.jsonl", OPENAI)
+    with pytest.raises(UsageError, match=r"failures' file .* is one of the inputs"):
+        jobs.run([batch], tmp_path / "b.jsonl")
+    theirs = tmp_path / "o.errors.jsonl"
+    theirs.write_text("mine")
+    with pytest.raises(UsageError, match=r"failures' file .* exists"):
+        jobs.run([batch], tmp_path / "o.jsonl")
+    assert theirs.read_text() == "mine"
+    with pytest.raises(UsageError, match="another output of this command"):
+        jobs.run([source], tmp_path / "q.jsonl", stats=str(tmp_path / "q.jsonl.manifest.json"))
+    beside = shutil.copy(source, tmp_path / "r.jsonl.manifest.json")
+    with pytest.raises(UsageError, match="is one of the inputs"):
+        jobs.run([beside], tmp_path / "r.jsonl", format="jsonl")
+
+
+def test_another_jobs_unfinished_rows_outlive_a_repetition(jobs, source, tmp_path):
+    """A is finished; B, which was to replace it, was killed. A again is a repetition, and B can still go on."""
+    output = tmp_path / "out.jsonl"
+    jobs.run([source], output)
+    leave_half_done(jobs, source, output, overwrite=True, sampling=SAMPLED)
+    assert jobs.run([source], output).is_repeat
+    assert "another job's unfinished rows" in " ".join(jobs.notes)
+    assert jobs.run([source], output, overwrite=True, sampling=SAMPLED).stats["rows_reused"] > 0
+
+
+def test_an_unfinished_retry_outlives_a_repetition(jobs, source, tmp_path):
+    output = tmp_path / "out.jsonl"
+    jobs.run([source], output)
+    before = output.read_bytes()
+    with mock.patch("pagedgen.jobs.run.Run._finish", side_effect=Broken), pytest.raises(Broken):
+        jobs.run([source], output, retry_errors=True)
+    assert jobs.run([source], output).is_repeat
+    assert "--retry-errors of this job is unfinished" in " ".join(jobs.notes)
+    assert jobs.run([source], output, retry_errors=True).stats["rows_reused"] == 92
+    assert output.read_bytes() == before
+
+
+def test_an_output_within_its_own_input_folder_can_go_on_and_be_repeated(jobs, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "in.jsonl", mixed_rows(100))
+    output = folder / "out.jsonl"
+    with pytest.raises(Broken):
+        jobs.run([folder], output, after_row=die_after(40), flush_s=0.0)
+    report = jobs.run([folder], output)
+    assert report.stats["rows_reused"] > 0
+    assert len(read_jsonl(output)) == 100
+    assert jobs.run([folder], output).is_repeat
+    assert jobs.run([str(folder / "*")], output).is_repeat
+
+
+def test_the_time_that_a_template_prints_is_that_of_the_jobs_begin(tiny_model, tmp_path, monkeypatch):
+    """Llama 3.2's template prints the date; a job that goes on tomorrow prints today's."""
+    import datetime
+
+    from pagedgen.prompts import render
+
+    template = "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    jobs = EchoJobs(tiny_model("llama", chat_template=template))
+    source = write_jsonl(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": f"m{i}"}]} for i in range(100)])
+
+    class Clock(datetime.datetime):
+        today = datetime.datetime(2026, 1, 1, 12)
+
+        @classmethod
+        def now(cls, tz=None):
+            return cls.today
+
+    monkeypatch.setattr(render.datetime, "datetime", Clock)
+    output = tmp_path / "o.jsonl"
+    leave_half_done(jobs, source, output)
+    Clock.today = Clock(2026, 1, 2, 12)
+    jobs.run([source], output)
+    assert {r["response"].split("m")[0] for r in read_jsonl(output)} == {"01 Jan 2026 12:00"}
+    Clock.today = Clock(2026, 1, 3, 12)
+    assert jobs.run([source], output).is_repeat
+
+
+def test_a_finished_openai_batch_is_whole_only_with_its_failures(jobs, tmp_path):
+    batch, output = write_jsonl(tmp_path / "in.jsonl", OPENAI), tmp_path / "o.jsonl"
+    jobs.run([batch], output)
+    assert jobs.run([batch], output).is_repeat
+    with pytest.raises(UsageError, match="can't go on from a finished OpenAI batch"):
+        jobs.run([batch], output, retry_errors=True)
+    (tmp_path / "o.errors.jsonl").unlink()
+    with pytest.raises(UsageError, match="exists"):
+        jobs.run([batch], output)
+
+
+def test_several_chat_templates_of_one_tokenizer(tiny_model, tmp_path):
+    jobs = EchoJobs(tiny_model("llama"))
+    tokenizer = jobs.opened.tokenizer
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
+    source = write_jsonl(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
+    assert jobs.run([source], tmp_path / "o.jsonl").exit_code(0.0) == 0
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_shard_may_have_no_row(jobs, tmp_path, suffix):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    for i in range(3):
+        assert jobs.run([source], tmp_path / f"s{i}.{suffix}", shard=(i, 3)).exit_code(0.0) == 0
+    from pagedgen.jobs.merge import merge
+
+    assert (
+        merge([str(tmp_path / f"s{i}.{suffix}") for i in range(3)], str(tmp_path / f"o.{suffix}"), overwrite=False).num_results
+        == 2
+    )
+
+
+def test_a_stopped_jobs_statistics_count_what_was_kept(jobs, source, tmp_path):
+    output = tmp_path / "o.jsonl"
+    leave_half_done(jobs, source, output)
+    stopper = Stopper()
+    report = jobs.run([source], output, stopper=stopper, after_row=lambda: stopper.stop("TERM"), flush_s=0.0)
+    stats = json.loads((tmp_path / "o.jsonl.stats.json").read_text())
+    lines = sum(len(p.read_bytes().splitlines()) for p in (tmp_path / "o.jsonl.parts").glob("part-*"))
+    assert report.num_results == lines
+    assert stats["rows"]["total"] + stats["rows_reused"] == lines
+
+
+def test_null_in_a_prompt_template_is_a_row_error(jobs, tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"q": "a", "c": None}, {"q": None, "c": "x"}])
+    template = PromptConfig(prompt_template="{{ q }}{% if c is defined %} {{ c }}{% endif %}")
+    jobs.run([source], tmp_path / "o.jsonl", prompts=template)
+    got = read_jsonl(tmp_path / "o.jsonl")
+    assert [r["error_code"] for r in got] == [None, "template_error"]
+    assert got[0]["response"] == "a|0|0"
+
+
+def test_a_touched_input_is_the_same_input(jobs, source, tmp_path):
+    jobs.run([source], tmp_path / "o.jsonl", after_row=source.touch)
+    assert len(read_jsonl(tmp_path / "o.jsonl")) == 100
+
+
+def test_rows_made_of_an_input_that_changed_are_not_gone_on_with(jobs, source, tmp_path):
+    content = source.read_text()
+
+    def change():
+        source.write_text(content + '{"prompt": "late"}\n')
+
+    with pytest.raises(UsageError, match="changed while the job ran"):
+        jobs.run([source], tmp_path / "o.jsonl", after_row=change, flush_s=0.0)
+    source.write_text(content)
+    with pytest.raises(UsageError, match="--restart"):
+        jobs.run([source], tmp_path / "o.jsonl")
+    jobs.run([source], tmp_path / "o.jsonl", restart=True)
+    assert len(read_jsonl(tmp_path / "o.jsonl")) == 100

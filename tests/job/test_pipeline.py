@@ -14,7 +14,9 @@ from command import pagedgen
 from echo import EchoJobs
 from job_runs import write_jsonl
 
-from pagedgen.engine import generation
+from pagedgen.engine import feed, generation
+from pagedgen.jobs.feed import RowFeed
+from pagedgen.jobs.reader import RowReader
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "data" / "ifeval_sample.jsonl"
@@ -40,12 +42,25 @@ def quick_model(tiny_model, demo_model, tmp_path):
 
 @pytest.mark.demo
 def test_the_engine_never_waits_for_input_after_its_first_step(quick_model, ifeval, tmp_path, monkeypatch):
-    monkeypatch.setattr(generation, "LOOKAHEAD_ROWS", 64)  # else all rows are read before the first step
+    for module in (feed, generation):
+        monkeypatch.setattr(module, "LOOKAHEAD_ROWS", 64)  # else all rows are read before the first step
+    taken_in = []
+    take = RowFeed._next
+    monkeypatch.setattr(RowFeed, "_next", lambda self, wait: taken_in.append(bool(self.at_end)) or take(self, wait))
+    steps = []
+    run_step = generation.Generation._run_step
+
+    def counted(self, step, batch):
+        steps.append(len(taken_in))
+        return run_step(self, step, batch)
+
+    monkeypatch.setattr(generation.Generation, "_run_step", counted)
     out = tmp_path / "out.jsonl"
     done = pagedgen("run", quick_model, ifeval, "-o", out, "--max-tokens", 8, "--max-num-seqs", 32, "--ignore-eos")
     assert done.returncode == 0, done.stderr
     stats = json.loads((tmp_path / "out.jsonl.stats.json").read_text())
     assert stats["num_steps"] > 100
+    assert steps[-1] > steps[0] + 1, "rows were still being taken in while the engine ran"
     assert stats["input_waits"] == 0
     assert "wait for input" not in stats["time_split_s"]
 
@@ -58,20 +73,59 @@ def test_reading_is_as_fast_as_the_tokenizers_library(demo_model, ifeval):
     assert max(reading.measure(str(demo_model), [str(ifeval)])["ratio"] for _ in range(3)) >= 0.8
 
 
-def test_what_the_reader_raises_is_told_and_its_thread_ends(tiny_model, tmp_path):
+@pytest.mark.parametrize("where", ["reader", "engine"])
+def test_what_either_side_raises_is_told_and_the_thread_ends(tiny_model, tmp_path, monkeypatch, where):
+    """What was finished before is kept."""
     jobs = EchoJobs(tiny_model("llama"))
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"p{i}"} for i in range(5000)])
     before = threading.active_count()
+    for module in (feed, generation):
+        monkeypatch.setattr(module, "LOOKAHEAD_ROWS", 64)
     seen = []
 
-    def remove_the_input():
+    def break_down():
         seen.append(1)
-        if len(seen) == 10:
-            raise KeyError("the engine broke")
+        if where == "engine" and len(seen) == 200:
+            raise KeyError("broke")
 
-    with pytest.raises(KeyError):
-        jobs.run([source], tmp_path / "o.jsonl", after_row=remove_the_input)
+    group = RowReader._group
+    if where == "reader":
+
+        def broken(self, rows):
+            if rows[0].index > 3000:
+                raise KeyError("broke")
+            return group(self, rows)
+
+        monkeypatch.setattr(RowReader, "_group", broken)
+    with pytest.raises(KeyError, match="broke"):
+        jobs.run([source], tmp_path / "o.jsonl", after_row=break_down)
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
+    parts = [line for p in (tmp_path / "o.jsonl.parts").glob("part-*") for line in p.read_bytes().splitlines()]
+    assert len(parts) >= 192
+
+
+def test_the_queue_is_bounded_by_tokens(tiny_model, tmp_path):
+    """However long the rows are, a reader that nobody takes from stops."""
+    from pagedgen.jobs import feed as row_feed
+    from pagedgen.jobs.reader import Group
+    from pagedgen.request import Request
+    from pagedgen.sampling_params import SamplingParams
+
+    made = []
+
+    def groups():
+        for i in range(1000):
+            made.append(i)
+            yield Group([Request(i, [0] * 50_000, SamplingParams(), 1, frozenset(), 0)])
+
+    taken = row_feed.RowFeed(groups(), lambda group: group.requests)
+    time.sleep(1)
+    assert 5 <= len(made) <= 8
+    count = 0
+    while not taken.exhausted:
+        count += len(taken.take(wait=True))
+    taken.close()
+    assert count == 1000

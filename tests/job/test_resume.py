@@ -17,7 +17,9 @@ JOBS = {
     "fp32": ["--dtype", "float32"],
     "bf16": ["--dtype", "bfloat16"],
     "sampled": ["--dtype", "float32", "--temperature", "1", "--n", "3", "--seed", "5", "--token-ids"],
-    "parquet": ["--dtype", "float32", "--temperature", "0.7"],
+    "parquet": ["--dtype", "bfloat16", "--temperature", "0.7"],
+    "talks": ["--dtype", "float32", "--temperature", "1", "--n", "2"],
+    "beams": ["--dtype", "float32", "--beam-width", "3", "--n", "2"],
 }
 
 
@@ -27,7 +29,10 @@ class Case:
     def __init__(self, nursery, model, directory, name):
         self.nursery, self.directory = nursery, directory
         self.output = directory / ("out.parquet" if name == "parquet" else "out.jsonl")
-        write_jsonl(directory / "in.jsonl", mixed_rows(120))
+        rows = mixed_rows(120)
+        if name == "talks":
+            rows = [{"id": i, "turns": ["hello", "and?", "so"][: 1 + i % 3]} for i in range(60)] + rows[:10]
+        write_jsonl(directory / "in.jsonl", rows[:60] if name == "beams" else rows)
         self.args = ["run", model, "in.jsonl", "-o", self.output.name, *QUICK, *JOBS[name]]
         code, said = self.run()
         assert code == 3, said

@@ -36,7 +36,7 @@ def test_a_batch_is_told_by_its_keys():
     assert looks_like_batch({"custom_id": 1, "url": "x", "body": {}, "more": 1})
     for name in ("custom_id", "url", "body"):
         assert not looks_like_batch({k: v for k, v in request().items() if k != name})
-    assert not looks_like_batch({"custom_id": "c", "url": "x", "body": "text"})
+    assert looks_like_batch({"custom_id": "c", "url": "x", "body": None})  # a bad request, but one
     assert not looks_like_batch({"prompt": "hi"})
 
 

@@ -15,10 +15,11 @@ import pytest
 from pagedgen.errors import OutputError, UsageError
 from pagedgen.rows import sinks
 from pagedgen.rows.assemble import assemble
+from pagedgen.rows.inputs import Input, Selection
 from pagedgen.rows.json_types import ColumnTypes
 from pagedgen.rows.schema import HEAD_COLUMNS, TAIL_COLUMNS, OutputSchema, Result
 from pagedgen.rows.sinks import MANIFEST_KEY, JsonlSink, ParquetSink, json_line, parquet_schema
-from pagedgen.rows.sources import Input, Selection, expand_inputs
+from pagedgen.rows.sources import expand_inputs
 
 
 def done(row, sample=0, turn=0, **fields):
@@ -325,6 +326,19 @@ def test_values_as_deep_as_the_input_may_be_come_back(tmp_path, depth, kind):
         value = [value] if kind == "lists" or (kind == "both" and i % 2) else {"a": value}
     out = to_parquet(as_jsonl_file(tmp_path, [{"x": value}])).read().column("x").to_pylist()
     assert (json.loads(out[0]) if isinstance(out[0], str) else out[0]) == value
+
+
+def test_a_row_whose_other_columns_are_broken_is_an_error(tmp_path):
+    """The prompt could be read and was answered, but what the output carries beside it is lost."""
+    table = pa.table({"prompt": [f"p{i}" for i in range(40)], "other": [f"{i}" * 50 for i in range(40)]})
+    path = tmp_path / "in.parquet"
+    pq.write_table(table, path, row_group_size=10, compression="none", use_dictionary=False, write_page_checksum=True)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"25" * 50)] ^= 1
+    path.write_bytes(bytes(content))
+    for rows in (to_jsonl(opened(path)), to_parquet(opened(path)).read().to_pylist()):
+        assert [r["error_code"] for r in rows] == [None] * 20 + ["unreadable"] * 10 + [None] * 10
+        assert all((r["response"] is None) == (r["other"] is None) == (r["error"] is not None) for r in rows)
 
 
 def test_csv_columns_are_text(tmp_path):

@@ -14,7 +14,8 @@ import pytest
 
 from pagedgen.errors import InputError
 from pagedgen.rows import sources, text
-from pagedgen.rows.sources import Input, Selection, expand_inputs
+from pagedgen.rows.inputs import Input, Selection
+from pagedgen.rows.sources import expand_inputs
 
 
 def opened(*paths, limit=None, format="auto"):
@@ -563,7 +564,7 @@ def parquet_bytes():
     ids=["jsonl", "gz", "zst", "parquet", "csv", "tsv.gz"],
 )
 def test_stdin_is_told_by_how_it_begins(tmp_path, content, format, value):
-    found, _ = expand_inputs(["-"], format, written(tmp_path / "copy", content))
+    found, _ = expand_inputs(["-"], format, stdin=written(tmp_path / "copy", content))
     (source,) = found
     assert source.name == "stdin"
     assert [r.values for chunk in source.chunks() for r in chunk.rows] == [{"a": value}]
@@ -636,12 +637,13 @@ def test_a_data_sets_fingerprint_changes_with_its_content_only(saved):
     assert opened(f"hf:{directory / 'dict'}:train").fingerprint() != opened(f"hf:{directory / 'dict'}:test").fingerprint()
 
 
-def test_the_state_tells_a_change_at_once(tmp_path):
+def test_a_change_is_told_at_once(tmp_path):
     source = opened(written(tmp_path / "x.jsonl", "{}\n"))
-    before = source.state()
-    assert source.state() == before
+    assert not source.changed()
     written(tmp_path / "x.jsonl", "{}\n{}\n")
-    assert source.state() != before
+    assert source.changed()
+    (tmp_path / "x.jsonl").unlink()
+    assert source.changed()
 
 
 def test_a_fingerprint_of_a_file_that_went_away_is_an_input_error(tmp_path):

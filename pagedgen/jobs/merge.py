@@ -8,15 +8,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from .errors import InputError, UsageError
-from .job_output import errors_path, placed
-from .rows.durable import read_lines
-from .rows.manifest import differences
-from .rows.output_path import check_output, check_writable
-from .rows.sinks import MANIFEST_KEY, abandon_writer, take
-from .rows.workspace import finished_manifest
+from ..errors import InputError, UsageError
+from ..rows.columnar import one_line
+from ..rows.durable import read_lines
+from ..rows.manifest import differences
+from ..rows.output_path import OutputPath, check_output, check_writable
+from ..rows.sinks import MANIFEST_KEY, abandon_writer, take
+from ..rows.workspace import Workspace, finished_manifest
+from .output import placed
 
 Key = tuple[int, int, int]  # row, sample, turn
 _BATCH_ROWS = 1024
@@ -61,34 +62,60 @@ def merge(shards: list[str], output: str, *, overwrite: bool) -> MergeReport:
     Raises:
         InputError: shards that aren't whole, don't belong together, or lack or repeat a row; OutputError: it can't be written.
     """
-    paths = [Path(shard) for shard in shards]
+    given = [Path(shard) for shard in shards]
+    paths = [path for path in given if path not in {errors_of(other) for other in given}]  # as a glob takes them
     checked = check_output(output, paths)
     if checked.path is None:
         raise UsageError("--output - can't be merged to; name a file")
-    check_writable(output, "--output", overwrite=overwrite, inputs=paths)
     manifest, facts = _joined_manifest(paths)
     if any(path.suffix != checked.path.suffix for path in paths):
         raise UsageError(f"--output {output}: shards and output must have one suffix")
+    openai = manifest["prompts"]["format"] == "openai-batch"
+    written = [("--output", checked.path)] + ([("the failures' file", checked.errors)] if openai else [])
+    beside = [each for path in paths for each in (path, errors_of(path))]
+    for what, path in written:
+        check_writable(str(path), what, overwrite=overwrite, inputs=beside)
     checker = _Checker(all_rows=manifest["rows"]["sample"] is None)
     document = {**manifest, "result": facts}
-    openai = manifest["prompts"]["format"] == "openai-batch"
-    with placed(checked.path, None, document, checked.format, with_errors=openai) as (file, errors_file):
-        if checked.format == "parquet":
-            _merge_parquet(paths, file, document, checker)
-        elif openai:
-            # A row is in one of the two files, so the lines of both are checked in one order.
-            both = [(path, False) for path in paths] + [(errors_path(path), True) for path in paths]
-            for key, failed, line in heapq.merge(*(_openai_lines(path, failed) for path, failed in both)):
-                checker.see(key)
-                (errors_file if failed else file).write(line + b"\n")
-        else:
-            for key, line in heapq.merge(*(_jsonl_lines(path) for path in paths)):
-                checker.see(key)
-                file.write(line + b"\n")
-        expected = facts["num_rows"] if openai else facts["num_results"]
-        if checker.num_results != expected:
-            raise InputError(f"the shards have {checker.num_results} results where they should have {expected}")
+    with contextlib.closing(Workspace(output)) as workspace:
+        if workspace.manifest() is not None:
+            raise UsageError(f"{workspace.directory} holds an unfinished job; finish it or give another --output")
+        replace = checked.path.exists()
+        with placed(checked, workspace, document, with_errors=openai, replace=replace) as (file, errors_file):
+            if checked.format == "parquet":
+                import pyarrow as pa
+
+                try:
+                    _merge_parquet(paths, file, document, checker)
+                except (pa.ArrowException, EOFError) as error:
+                    raise InputError(f"a shard is damaged: {one_line(error)}") from error
+                except OSError as error:
+                    if error.errno is not None:
+                        raise
+                    raise InputError(f"a shard is damaged: {one_line(error)}") from error
+            else:
+                _merge_lines(paths, file, errors_file, checker, openai=openai)
+            expected = facts["num_rows"] if openai else facts["num_results"]
+            if checker.num_results != expected:
+                raise InputError(f"the shards have {checker.num_results} results where they should have {expected}")
+        workspace.end()
     return MergeReport(output, len(paths), facts["num_results"], facts["num_errors"])
+
+
+def errors_of(path: Path) -> Path:
+    """Return where a shard's failures lie, if it is one of an OpenAI batch."""
+    errors = OutputPath(str(path), "jsonl").errors
+    assert errors is not None
+    return errors
+
+
+def _merge_lines(paths: list[Path], file: IO[bytes], errors_file: IO[bytes], checker: _Checker, *, openai: bool) -> None:
+    streams = [_openai_lines(path, failed=False) if openai else _jsonl_lines(path) for path in paths]
+    if openai:  # a row is in one of the two files, so the lines of both are checked in one order
+        streams += [_openai_lines(errors_of(path), failed=True) for path in paths]
+    for key, failed, line in heapq.merge(*streams):
+        checker.see(key)
+        (errors_file if failed else file).write(line + b"\n")
 
 
 def _joined_manifest(paths: list[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -123,20 +150,28 @@ def _joined_manifest(paths: list[Path]) -> tuple[dict[str, Any], dict[str, Any]]
     manifests[0]["rows"]["shard"] = None
     facts = {name: sum(result[name] for result in results) for name in ("num_rows", "num_results", "num_errors")}
     firsts = [result["first_error"] for result in results if result["first_error"]]
-    return manifests[0], {**facts, "first_error": min(firsts, key=lambda e: int(e.split()[1].rstrip(":")), default=None)}
+    return manifests[0], {**facts, "first_error": min(firsts, key=_row_of, default=None)}
 
 
-def _jsonl_lines(path: Path) -> Iterator[tuple[Key, bytes]]:
+def _row_of(error: str) -> int:
+    """Return the number in "row 17: …"."""
+    digits = "".join(c for c in error.partition(":")[0] if c.isdecimal())
+    return int(digits or 0)
+
+
+def _jsonl_lines(path: Path) -> Iterator[tuple[Key, bool, bytes]]:
     for line in read_lines(path):
         row = json.loads(line)
-        yield (row["row_index"], row["sample_index"], row["turn_index"]), line
+        yield (row["row_index"], row["sample_index"], row["turn_index"]), False, line
 
 
-def _openai_lines(path: Path, failed: bool) -> Iterator[tuple[Key, bool, bytes]]:
-    if failed and not path.exists():
-        raise InputError(f"{path}, which belongs to the shard beside it, is missing")
+def _openai_lines(path: Path, *, failed: bool) -> Iterator[tuple[Key, bool, bytes]]:
     for line in read_lines(path):
-        yield (int(json.loads(line)["id"].rpartition("_")[2]), 0, 0), failed, line
+        try:
+            row = int(json.loads(line)["id"].rpartition("_")[2])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path} holds a line that is no answer of a batch") from error
+        yield (row, 0, 0), failed, line
 
 
 def _merge_parquet(paths: list[Path], file: Any, manifest: dict[str, Any], checker: _Checker) -> None:
@@ -145,12 +180,12 @@ def _merge_parquet(paths: list[Path], file: Any, manifest: dict[str, Any], check
     import pyarrow.parquet as pq
 
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(pq.ParquetFile(path)) for path in paths]
+        opened = [stack.enter_context(pq.ParquetFile(path, page_checksum_verification=True)) for path in paths]
         schema = opened[0].schema_arrow.remove_metadata()
         streams = [parquet.iter_batches(batch_size=_BATCH_ROWS) for parquet in opened]
         pending = [schema.empty_table() for _ in paths]
         open_streams = set(range(len(paths)))
-        writer = pq.ParquetWriter(file, schema, compression="zstd")
+        writer = pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True)
         stack.callback(abandon_writer, writer)
         while open_streams or any(len(table) for table in pending):
             # A row's results may go on in the next batch, so a shard is passed up to its last row, which stays.

@@ -5,33 +5,32 @@ What ends before the engine, or is there from an earlier run, comes out beside t
 
 from __future__ import annotations
 
-import queue
-import threading
+import json
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from time import perf_counter
 from typing import Any
 
-from .config import JobConfig
-from .errors import RowError
-from .prompts.render import PromptRenderer, Rendered
-from .prompts.tokenize import PromptTokenizer
-from .prompts.truncate import Truncator, prompt_limit
-from .prompts.turns import Conversation
-from .request import Request
-from .rows import openai_batch
-from .rows.json_types import ColumnTypes
-from .rows.schema import Result
-from .rows.sources import Input, Row, Selection
-from .sampling_params import SamplingParams
-from .stats import RunStats
+from ..config import JobConfig
+from ..errors import RowError
+from ..prompts.render import PromptRenderer, Rendered
+from ..prompts.tokenize import PromptTokenizer
+from ..prompts.truncate import Truncator, prompt_limit
+from ..prompts.turns import Conversation
+from ..request import Request
+from ..rows import openai_batch
+from ..rows.inputs import Input, Selection
+from ..rows.json_types import ColumnTypes
+from ..rows.schema import Result
+from ..rows.sources import Row
+from ..sampling_params import SamplingParams
+from ..stats import RunStats
 
 SAMPLING_COLUMN = "sampling_params"
 _GROUP_ROWS = 256  # rows tokenized at once
-_GROUPS_AHEAD = 16
-_POLL_S = 0.2
 
 
 @dataclass
@@ -201,7 +200,7 @@ class RowReader:
                 conversation = Conversation(self._renderer, self.tokenizer, rendered)
             request = self._opened.make_request(
                 one.row.index,
-                token_ids,
+                array("i", token_ids),  # a ninth of a list's memory, for the rows that wait
                 one.params,
                 cache_salt=self._cache_salt(one.values),
                 later_tokens=_later_tokens(conversation, one.params),
@@ -240,7 +239,10 @@ class RowReader:
 
     def _params(self, values: dict[str, Any]) -> SamplingParams:
         try:
-            return self._config.sampling.override(values.get(SAMPLING_COLUMN))
+            given = values.get(SAMPLING_COLUMN)
+            if isinstance(given, str):  # of a CSV file
+                given = json.loads(given) if given.strip() else None
+            return self._config.sampling.override(given)
         except ValueError as error:
             raise RowError("bad_sampling_params", str(error)) from error
 
@@ -251,83 +253,6 @@ class RowReader:
         if value is not None and not isinstance(value, str):
             raise RowError("not_text", f"column {column} holds {type(value).__name__}, not text")
         return value or ""
-
-
-class RowFeed:
-    """Runs a `RowReader` in a thread of its own and hands its groups to the engine's (`engine.feed.Feed`)."""
-
-    def __init__(self, groups: Iterator[Group], take_in: Callable[[Group], list[Request]]):
-        """`take_in` is called in the engine's thread for each group and returns its requests."""
-        self._take_in = take_in
-        self._queue: queue.Queue[Group | BaseException | None] = queue.Queue(_GROUPS_AHEAD)
-        self._closing = threading.Event()
-        self._held: list[Request] = []  # taken in before the engine runs
-        self._at_end = False
-        self._thread = threading.Thread(target=self._run, args=(groups,), name="pagedgen-reader", daemon=True)
-        self._thread.start()
-
-    def _run(self, groups: Iterator[Group]) -> None:
-        try:
-            for group in groups:
-                self._put(group)
-                if self._closing.is_set():
-                    return
-            self._put(None)
-        except BaseException as error:  # raised again where it can be told
-            self._put(error)
-
-    def _put(self, item: Group | BaseException | None) -> None:
-        while not self._closing.is_set():
-            try:
-                self._queue.put(item, timeout=_POLL_S)
-                return
-            except queue.Full:
-                pass
-
-    def look_ahead(self, max_rows: int, max_tokens: int) -> list[Request]:
-        """Take rows in until there are so many requests or tokens, or no more rows.
-
-        Return the requests; the engine gets them first.
-        """
-        tokens = 0
-        while not self._at_end and len(self._held) < max_rows and tokens < max_tokens:
-            requests = self._next(wait=True)
-            tokens += sum(r.num_prompt_tokens for r in requests)
-            self._held += requests
-        return self._held
-
-    @property
-    def at_end(self) -> bool:
-        """True when all rows have been taken in."""
-        return self._at_end
-
-    @property
-    def exhausted(self) -> bool:
-        return self._at_end and not self._held
-
-    def take(self, *, wait: bool) -> list[Request]:
-        """See `engine.feed.Feed`."""
-        if self._held:
-            taken, self._held = self._held, []
-            return taken
-        return self._next(wait)
-
-    def _next(self, wait: bool) -> list[Request]:
-        try:
-            item = self._queue.get(timeout=_POLL_S) if wait else self._queue.get_nowait()
-        except queue.Empty:
-            return []
-        if item is None:
-            self._at_end = True
-            return []
-        if isinstance(item, BaseException):
-            raise item
-        return self._take_in(item)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closing.set()
-        self._thread.join(timeout=10)
 
 
 def error_result(row_index: int, error: RowError, num_prompt_tokens: int | None = None) -> Result:

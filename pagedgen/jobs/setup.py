@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from . import __version__
-from .config import JobConfig
-from .errors import InputError, UsageError
-from .job_reader import RowReader
-from .prompts.render import PromptRenderer
-from .rows.manifest import MANIFEST_FORMAT, model_hashes, text_hash
-from .rows.openai_batch import looks_like_batch
-from .rows.schema import Result
-from .rows.sources import Input, Selection, Source
-from .stats import RunStats
+from .. import __version__
+from ..config import JobConfig
+from ..errors import InputError, UsageError
+from ..prompts.render import PromptRenderer
+from ..rows.inputs import Input, Selection
+from ..rows.manifest import MANIFEST_FORMAT, model_hashes, template_hash
+from ..rows.openai_batch import looks_like_batch
+from ..rows.schema import Result
+from ..rows.sources import Source
+from ..stats import RunStats
+from .reader import RowReader
 
 
 @dataclass
@@ -36,6 +39,14 @@ class Job:
     openai: bool
     stats: RunStats
     manifest: dict[str, Any]
+    may_replace: bool = False  # there was a file at the output's place when the job was checked
+
+    def adopt_time(self, other: dict[str, Any]) -> None:
+        """Take over the time that an earlier run's chat template was told, so that all rows are told the same."""
+        time = other.get("prompts", {}).get("told_time")
+        if time is not None and self.manifest["prompts"]["told_time"] is not None:
+            self.manifest["prompts"]["told_time"] = time
+            self.renderer.tell_time(datetime.datetime.fromisoformat(time))
 
     def reader(self, stored: Iterator[Result] | None = None) -> RowReader:
         """Return a reader of the job's rows; see `RowReader`."""
@@ -51,15 +62,15 @@ class Job:
         )
 
     def estimate(
-        self, lengths: Any, device_memory_bytes: int | None, *, covers_all_rows: bool = True, **not_run: Any
+        self, lengths: Any, device_memory_bytes: int | None, *, covers_all_rows: bool, must_fit: bool, **not_run: Any
     ) -> tuple[Any, str]:
         """Plan before the weights are loaded; return the plan and where the memory's size comes from.
 
         Raises:
             MemoryPlanError: the pool can't hold one row.
         """
-        from .engine import memory
-        from .engine.planner import estimate_activation_bytes, plan_requests
+        from ..engine import memory
+        from ..engine.planner import estimate_activation_bytes, plan_requests
 
         config, spec = self.opened.config, self.opened.spec
         activation = estimate_activation_bytes(
@@ -79,6 +90,7 @@ class Job:
             pending_bytes=weights + activation,
             activation_peak_bytes=activation,
             covers_all_rows=covers_all_rows,
+            must_fit=must_fit,
             **not_run,
         )
         return plan, device.source
@@ -156,15 +168,17 @@ def _manifest(job: Job) -> dict[str, Any]:
     engine = opened.config
     manifest = {
         "format": MANIFEST_FORMAT,
-        "versions": _versions(),
+        "versions": _versions(engine.device),
         "model": _model_identity(opened),
         "engine": {
             name: getattr(engine, name) for name in ("dtype", "device", "backend", "block_size", "max_model_len", "seed")
         },
+        "gpu": _device_name(engine.device),
         "sampling": asdict(config.sampling),
         "prompts": {
             **asdict(config.prompts),
-            "chat_template": text_hash(getattr(opened.tokenizer, "chat_template", None)),
+            "chat_template": template_hash(getattr(opened.tokenizer, "chat_template", None)),
+            "told_time": job.renderer.told_time and job.renderer.told_time.isoformat(),
             "too_long": config.too_long,
             "format": "openai-batch" if job.openai else "rows",
         },
@@ -174,25 +188,36 @@ def _manifest(job: Job) -> dict[str, Any]:
             "shard": None if config.shard is None else list(config.shard),
             "max_total_tokens": config.max_total_tokens,
             "id_column": job.id_column,
+            "cache_salt_column": config.cache_salt_column,
         },
-        "output": {"token_ids": config.token_ids, "cached_tokens": config.cached_tokens},
+        "output": {
+            "token_ids": config.token_ids,
+            "cached_tokens": config.cached_tokens,
+            "model_name": engine.model if job.openai else None,
+        },
         "input": job.source.fingerprint(),
     }
     return json.loads(json.dumps(manifest))  # as it comes back from a file
 
 
-def _versions() -> dict[str, str]:
-    import numpy
-    import tokenizers
-    import torch
-    import transformers
+def _versions(device: str) -> dict[str, str]:
+    names = ["torch", "transformers", "tokenizers", "numpy", "numba", "jinja2"]
+    if device == "cuda":
+        names.append("triton")
+    return {"pagedgen": __version__, **{name: version(name) for name in names}}
 
-    modules = {"torch": torch, "transformers": transformers, "tokenizers": tokenizers, "numpy": numpy}
-    return {"pagedgen": __version__, **{name: module.__version__ for name, module in modules.items()}}
+
+def _device_name(device: str) -> str | None:
+    """Return the GPU's name: another one runs other kernels. (A CPU's is noted apart: see `cpu_name`.)"""
+    if device != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def _model_identity(opened: Any) -> dict[str, Any]:
-    from .model.demo import cache_root
+    from ..model.demo import cache_root
 
     directory = Path(opened.files.path)
     if directory.is_dir():

@@ -12,15 +12,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import OutputError
-from .job_setup import Job
-from .rows.assemble import Totals, assemble
-from .rows.durable import WholeFile, telling, write_whole
-from .rows.output_path import OutputPath
-from .rows.parts import PartStore
-from .rows.schema import OutputSchema, Result
-from .rows.sinks import JsonlSink, OpenAISink, ParquetSink, Sink
-from .rows.workspace import Workspace, manifest_path
+from ..errors import InputError, OutputError
+from ..rows.assemble import Totals, assemble
+from ..rows.columnar import one_line
+from ..rows.durable import WholeFile, telling, write_whole
+from ..rows.output_path import OutputPath
+from ..rows.parts import PartStore
+from ..rows.schema import OutputSchema, Result
+from ..rows.sinks import JsonlSink, OpenAISink, ParquetSink, Sink
+from ..rows.workspace import Workspace
+from .setup import Job
 
 
 def output_schema(job: Job, columns: list[str]) -> OutputSchema:
@@ -40,15 +41,14 @@ def write_output(
         OutputError: it can't be written; what was at its place is untouched then.
     """
     schema = output_schema(job, list(types))
+    facts: dict[str, Any] = {}
+    manifest = {**job.manifest, "result": facts}
     if output.path is None:
         with _stdout() as stdout:
             sink: Sink = OpenAISink(stdout, stdout, job.config.engine.model) if job.openai else JsonlSink(stdout, schema)
             yield _assemble(job, parts, sink, with_values=True)
         return
-    facts: dict[str, Any] = {}
-    manifest = {**job.manifest, "result": facts}
-    via = workspace.via(output.path)
-    with placed(output.path, via, manifest, output.format, with_errors=job.openai) as (file, errors_file):
+    with placed(output, workspace, manifest, with_errors=job.openai, replace=job.may_replace) as (file, errors_file):
         if job.openai:
             sink = OpenAISink(file, errors_file, job.config.engine.model)
         elif output.format == "parquet":
@@ -67,34 +67,33 @@ def write_output(
 
 @contextlib.contextmanager
 def placed(
-    path: Path, via: Path | None, manifest: dict[str, Any], output_format: str, *, with_errors: bool
+    output: OutputPath, workspace: Workspace, manifest: dict[str, Any], *, with_errors: bool, replace: bool
 ) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a new output; it is put in its place, and a JSONL output's manifest beside it, when the block ends without an
-    exception. The second file is for failures, and is the first where there is none.
+    exception. The second file is for failures, and is the first where there is none. `replace`: a file may be there.
 
     Raises:
         OutputError: it can't be written; what was at its place is untouched then.
     """
-    with telling(path), contextlib.ExitStack() as stack:
-        files = [WholeFile(path, via)]
-        stack.callback(files[0].abandon)
-        if with_errors:
-            files.append(WholeFile(errors_path(path), via))
-            stack.callback(files[1].abandon)
+    assert output.path is not None and output.errors is not None
+    via = workspace.via(output.path)
+    with telling(output.path), contextlib.ExitStack() as stack:
+        files = [WholeFile(path, via) for path in ([output.path, output.errors] if with_errors else [output.path])]
+        for file in files:
+            stack.callback(file.abandon)
         yield files[0].file, files[-1].file
         for file in files:
             file.sync()
-        if output_format == "jsonl":
-            proof = {"bytes": files[0].num_bytes, "hash": files[0].hexdigest}
+        if not replace and output.path.exists():
+            raise OutputError(f"can't write {output.path}: a file has appeared there meanwhile")
+        if output.manifest is not None:
+            proof: dict[str, Any] = {"bytes": files[0].num_bytes, "hash": files[0].hexdigest}
+            if with_errors:
+                proof |= {"errors_hash": files[1].hexdigest}
             document = {**manifest, "result": {**manifest["result"], **proof}}
-            write_whole(manifest_path(path), [json.dumps(document, indent=1).encode(), b"\n"], via)
+            write_whole(output.manifest, [json.dumps(document, indent=1).encode(), b"\n"], via)
         for file in reversed(files):
             file.place()
-
-
-def errors_path(path: Path) -> Path:
-    """Return where the failures of an OpenAI batch go."""
-    return path.with_name(f"{path.stem}.errors{path.suffix}")
 
 
 def _assemble(job: Job, parts: PartStore, sink: Sink, *, with_values: bool) -> Totals:
@@ -140,13 +139,17 @@ def import_finished(path: Path, parts: PartStore) -> None:
 
 def _output_rows(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".parquet":
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         names = [field.name for field in fields(Result)]
-        with pq.ParquetFile(path) as parquet:
-            present = [name for name in names if name in parquet.schema_arrow.names]
-            for batch in parquet.iter_batches(batch_size=1024, columns=present):
-                yield from batch.to_pylist()
+        try:
+            with pq.ParquetFile(path, page_checksum_verification=True) as parquet:
+                present = [name for name in names if name in parquet.schema_arrow.names]
+                for batch in parquet.iter_batches(batch_size=1024, columns=present):
+                    yield from batch.to_pylist()
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"can't read {path}: {one_line(error)}; --overwrite makes it anew") from error
         return
     with path.open("rb") as file:
         for line in file:
