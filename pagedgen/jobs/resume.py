@@ -138,7 +138,7 @@ def check_side_files(config: JobConfig, output: OutputPath, inputs: list[Path], 
             continue
         check_writable(str(name), what, overwrite=may_replace, inputs=inputs)
         if real(name) in taken:
-            raise UsageError(f"{what} {name} is {taken[real(name)]}, another output of this command")
+            raise UsageError(f"{what} {name} is another output of this command: {taken[real(name)]}")
         taken[real(name)] = what
 
 

@@ -84,9 +84,8 @@ class ParquetSink:
         self._types = types
         self._arrow_schema = parquet_schema(schema, types)
         self._writer = pq.ParquetWriter(file, self._arrow_schema, compression="zstd", write_page_checksum=True)
-        self._input_columns: dict[str, str | None] = {output: column for column, output in schema.names.items()} | {
-            "id": schema.id_column
-        }
+        self._input_columns: dict[str, str | None] = {"id": schema.id_column}
+        self._input_columns.update((output, column) for column, output in schema.names.items())
         self._batches: list[pa.RecordBatch] = []
         self._num_rows = self._num_bytes = 0
 

@@ -104,7 +104,7 @@ def test_a_deadline_stops_a_job_in_time(tiny_model, prompts, tmp_path):
 
 
 def test_slurms_end_of_the_job_is_a_deadline(tiny_model, prompts, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 10))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1))
     done = pagedgen(*flags(tiny_model()), cwd=tmp_path)
     assert done.returncode == 75, done.stderr
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1000))
@@ -120,9 +120,9 @@ def test_the_end_time_of_slurm_may_be_missing_or_no_number():
 def test_a_stopper_drains_then_drops(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    stopper = Stopper(grace_s=20, deadline_s=60)
+    stopper = Stopper(grace_s=20, deadline_s=100)
     assert stopper.control() is Control.GO_ON
-    now[0] += 60 - 20 - FLUSH_MARGIN_S
+    now[0] += 100 - 20 - FLUSH_MARGIN_S
     assert stopper.control() is Control.DRAIN
     stopper.stop("TERM")
     assert stopper.reason == "the deadline"
@@ -159,3 +159,16 @@ def test_interrupted_before_generation_it_leaves_nothing_half_done(job, tmp_path
     assert code == 75, said
     assert not (tmp_path / "out.jsonl").exists()
     assert job()[0] == 0
+
+
+def test_near_a_deadline_there_is_still_time_for_work(monkeypatch):
+    """A deadline shorter than the grace leaves five eighths of it."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stopper = Stopper(grace_s=20, deadline_s=8)
+    now[0] += 4.9
+    assert stopper.control() is Control.GO_ON
+    now[0] += 0.2
+    assert stopper.control() is Control.DRAIN
+    now[0] += 2.1
+    assert stopper.control() is Control.DROP
