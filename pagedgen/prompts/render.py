@@ -52,10 +52,11 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._config = config = config or PromptConfig()
         self._template = PromptTemplate(config.prompt_template) if config.prompt_template is not None else None
-        # Some chat templates print the date. All of a job's rows are told one time, even when it goes on another day.
+        # Some chat templates print the date. All of a job's rows are told one, even when it goes on another day; the hour is
+        # left out, so that shards that are run on one day are told the same.
         self.told_time: datetime.datetime | None = None
         if "strftime_now" in str(getattr(tokenizer, "chat_template", None)):
-            self.tell_time(datetime.datetime.now())
+            self.tell_time(datetime.datetime.now().replace(hour=0, minute=0, second=0, microsecond=0))
 
     def tell_time(self, time: datetime.datetime) -> None:
         """Let chat templates that ask for the time be told this one."""

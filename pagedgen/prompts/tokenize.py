@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from ..errors import RowError
@@ -16,10 +17,11 @@ class PromptTokenizer:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):
-        self._tokenizer = tokenizer
+        self._fast = _fast_backend(tokenizer)
+        # A tokenizer's own call sets its backend anew each time, which fails while another thread decodes with it.
+        self._tokenizer = tokenizer if self._fast is not None else copy.deepcopy(tokenizer)
         self._vocab_size = vocab_size
         self._bos = getattr(tokenizer, "bos_token", None)
-        self._fast = _fast_backend(tokenizer)
         self.num_plain = 0  # prompts that are text, not a rendered chat
         self.num_bos_kept = 0  # of these, how many brought their own BOS
 

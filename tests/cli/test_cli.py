@@ -132,7 +132,7 @@ def test_parquet_in_and_out(tiny_model, tmp_path, stop_early):
         (["run", "MODEL", "PROMPTS", "-o", "existing.jsonl"], "--overwrite"),
         (["run", "MODEL", "PROMPTS", "-o", "PROMPTS"], "one of the inputs"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "PROMPTS"], "one of the inputs"),
-        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "o.jsonl"], "is the output"),
+        (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "o.jsonl"], "is another output of this command: the output"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "."], "is a directory"),
         (["run", "MODEL", "PROMPTS", "-o", "o.jsonl", "--stats", "existing.jsonl"], "--overwrite"),
         (["run", "MODEL", "PROMPTS", "-o", "pipe.jsonl"], "not a regular file"),

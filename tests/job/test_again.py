@@ -338,7 +338,7 @@ def test_an_output_within_its_own_input_folder_can_go_on_and_be_repeated(jobs, t
     assert jobs.run([str(folder / "*")], output).is_repeat
 
 
-def test_the_time_that_a_template_prints_is_that_of_the_jobs_begin(tiny_model, tmp_path, monkeypatch):
+def test_the_date_that_a_template_prints_is_that_of_the_jobs_begin(tiny_model, tmp_path, monkeypatch):
     """Llama 3.2's template prints the date; a job that goes on tomorrow prints today's."""
     import datetime
 
@@ -360,7 +360,7 @@ def test_the_time_that_a_template_prints_is_that_of_the_jobs_begin(tiny_model, t
     leave_half_done(jobs, source, output)
     Clock.today = Clock(2026, 1, 2, 12)
     jobs.run([source], output)
-    assert {r["response"].split("m")[0] for r in read_jsonl(output)} == {"01 Jan 2026 12:00"}
+    assert {r["response"].split("m")[0] for r in read_jsonl(output)} == {"01 Jan 2026 00:00"}
     Clock.today = Clock(2026, 1, 3, 12)
     assert jobs.run([source], output).is_repeat
 
