@@ -116,12 +116,12 @@ def whole_file(path: Path, via: Path | None = None) -> Iterator[WholeFile]:
 
 
 @contextlib.contextmanager
-def telling(path: Path | str) -> Iterator[None]:
-    """Turn an operating system's error into one that names what could not be written."""
+def telling(path: Path | str, what: str = "write") -> Iterator[None]:
+    """Turn an operating system's error into one that names what could not be written (or read)."""
     try:
         yield
     except OSError as error:
-        raise OutputError(f"can't write {path}: {error.strerror or error} (errno {error.errno})") from error
+        raise OutputError(f"can't {what} {path}: {error.strerror or error} (errno {error.errno})") from error
 
 
 def write_whole(path: Path, chunks: Iterable[bytes], via: Path | None = None) -> None:

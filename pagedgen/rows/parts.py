@@ -157,7 +157,7 @@ class PartStore:
 
     def _lines(self, part: Part) -> Iterator[tuple[Key, int, bytes]]:
         """Yield a part's whole lines; the number in the middle puts the latest of equal keys first."""
-        with telling(part.path):
+        with telling(part.path, "read"):
             for place, line in enumerate(read_lines(part.path)):
                 key = _key(line)
                 if key is None:
