@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -13,9 +15,21 @@ FLUSH_MARGIN_S = 5.0  # beyond the grace, for writing what is finished
 
 
 def slurm_seconds_left(environment: Mapping[str, str] = os.environ) -> float | None:
-    """Return the seconds until Slurm ends this job (`SLURM_JOB_END_TIME`); None outside of one."""
-    end = environment.get("SLURM_JOB_END_TIME", "")
-    return max(0.0, float(end) - time.time()) if end.isdecimal() else None
+    """Return the seconds until Slurm ends this job; None outside of one.
+
+    New versions say it in `SLURM_JOB_END_TIME`; `squeue` is asked where it isn't there.
+    """
+    end, job_id = environment.get("SLURM_JOB_END_TIME", ""), environment.get("SLURM_JOB_ID", "")
+    if end.isdecimal():
+        return max(0.0, float(end) - time.time())
+    if not job_id:
+        return None
+    command = ["squeue", "--noheader", "--jobs", job_id, "--format", "%e"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return max(0.0, datetime.datetime.fromisoformat(said).timestamp() - time.time())
+    except (OSError, ValueError, subprocess.SubprocessError):  # no such command, or a job without an end
+        return None
 
 
 class Stopper:
