@@ -31,9 +31,11 @@ class EchoEngine:
         while not (feed.exhausted and not held):
             if control() is not Control.GO_ON:
                 return False
-            held += feed.take(wait=not held)
-            if self.rng is not None:
-                self.rng.shuffle(held)
+            if len(held) < 4096:  # it looks ahead no further than an engine does
+                taken = feed.take(wait=not held)
+                held += taken
+                if taken and self.rng is not None:
+                    self.rng.shuffle(held)
             for _ in range(min(len(held), 16)):
                 self._answer(held.pop(), on_finished)
                 self.after_row()
