@@ -64,7 +64,7 @@ def test_killed_at_random_moments(case, number):
     rng = random.Random(str(number))
     moments = MOMENTS if number == signal.SIGKILL else MOMENTS // 2 + 2
     finished = killed = with_parts = 0
-    for _ in range(moments // len(JOBS)):
+    for _ in range(-(-moments // len(JOBS))):
         how = {"kill": number, "after_s": rng.uniform(0, case.duration_s * 1.1)}
         code, said = case.run("--grace", "0s", **how) if number != signal.SIGKILL else case.run(**how)
         assert "Traceback" not in said and "internal error" not in said, said
