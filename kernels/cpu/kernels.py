@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
+from .cache import locked
 from .simd import (
     copy_element,
     hmax,
@@ -167,6 +168,7 @@ def _plan_items(cu_seqlens_q, seq_lens_kv, num_kv_heads, queries_per_item, windo
     return items, bounds
 
 
+@locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
 def attend(
     query,
@@ -284,6 +286,7 @@ def attend(
                 _store_output(acc_addr + r * acc_row, target, head_dim, factor / total, q_tag, f32)
 
 
+@locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
 def store_kv(
     key, key_src_strides, value, value_src_strides, key_cache, key_strides, value_cache, value_strides, slot_mapping,
