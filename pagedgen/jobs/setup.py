@@ -114,10 +114,7 @@ def prepare(config: JobConfig, opened: Any, sources: list[Source], stats: RunSta
     source = Input(sources, config.limit)
     source.schema()  # refuses files of different columns
     names = source.sample_columns()
-    first = next((row for chunk in source.chunks() for row in chunk.rows if row.error is None), None) if names else None
-    openai = config.format == "openai-batch" or (
-        config.format == "auto" and first is not None and looks_like_batch(first.values)
-    )
+    openai = config.format == "openai-batch" or (config.format == "auto" and looks_like_batch(names))
     renderer = PromptRenderer(opened.tokenizer, config.prompts)
     if openai:
         _check_openai(config, opened)

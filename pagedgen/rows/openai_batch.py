@@ -7,7 +7,7 @@ same job gives the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import RowError
@@ -28,9 +28,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def looks_like_batch(values: Mapping[str, Any]) -> bool:
-    """Return True when a row is a request of a batch file."""
-    return {"custom_id", "url", "body"} <= values.keys()
+def looks_like_batch(names: Iterable[str]) -> bool:
+    """Return True when these are the columns of a batch file."""
+    return {"custom_id", "url", "body"} <= set(names)
 
 
 def to_row(values: Mapping[str, Any]) -> dict[str, Any]:
