@@ -39,7 +39,6 @@ _F32 = np.empty(0, np.float32)
 def _make_softmax_row(width):
     """Build the softmax update of one row for tiles of `width`-lane vectors (width is a compile-time constant)."""
 
-    @njit(boundscheck=False, error_model="numpy")
     def softmax_row(scores, num_vectors, low, high, softcap, m_old, l_row, f32):
         """Turn a tile's scores into weights in place; return (new maximum, correction). Lanes outside [low, high) weigh 0."""
         top = splat(np.float32(-np.inf), width)
@@ -63,7 +62,10 @@ def _make_softmax_row(width):
         store(l_row, total, f32)
         return m_new, correction
 
-    return softmax_row
+    # numba names compiled code by this name, the argument types and a counter, and code from its disk cache keeps the
+    # counter of the process that compiled it: under one name, one width could be linked in place of the other.
+    softmax_row.__qualname__ = f"softmax_row_{width}"
+    return njit(boundscheck=False, error_model="numpy")(softmax_row)
 
 
 _softmax_row_16 = _make_softmax_row(16)

@@ -1,4 +1,4 @@
-"""Processes that compile kernels for different dtypes at one time don't mix them up on disk."""
+"""Compiled kernels on disk: neither processes that compile at one time nor code of an earlier process mixes dtypes or widths up."""
 
 from __future__ import annotations
 
@@ -7,19 +7,54 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 KERNELS = Path(__file__).with_name("test_cpu.py")
+
+# The block sizes 8 and 32 take the narrow and the wide vectors. Before them, the counter that numba names code by moves on.
+COMPARE = """
+import sys
+import numba, torch
+for _ in range(int(sys.argv[1])):
+    numba.njit(lambda x: x)(1)
+import test_cpu
+from conftest import build_case
+for name in sys.argv[2:]:
+    for block_size in (8, 32):
+        lengths = test_cpu.lengths_around(block_size)
+        case = build_case(lengths, [1] * len(lengths), num_heads=3, num_kv_heads=1, head_dim=64, block_size=block_size,
+                          dtype=getattr(torch, name), key_transposed=True)
+        test_cpu.assert_close(test_cpu.decode(test_cpu.cpu, case), test_cpu.decode(test_cpu.reference, case))
+"""
+
+
+def start(cache, *arguments):
+    environment = {**os.environ, "PAGEDGEN_CACHE": str(cache), "PYTHONPATH": str(KERNELS.parent)}
+    return subprocess.Popen([sys.executable, "-c", COMPARE, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
 
 
 def test_two_dtypes_compiled_at_one_time_stay_apart(tmp_path):
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-
-    def start(dtype):
-        chosen = f"test_decode_equals_reference_at_block_edges and 32-torch.{dtype}"
-        command = [sys.executable, "-m", "pytest", "-q", str(KERNELS), "-k", chosen, "-p", "no:cacheprovider"]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=KERNELS.parents[2])
-
     for _ in range(2):  # compiled at one time, then loaded
-        running = [start(dtype) for dtype in ("float32", "bfloat16", "float16")]
-        for process in running:
-            out, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, out
+        for process in [start(tmp_path, "0", dtype) for dtype in ("float32", "bfloat16", "float16")]:
+            finish(process)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 2), (2, 0)])
+def test_cached_code_is_not_linked_into_what_a_later_process_compiles(tmp_path, first, second):
+    finish(start(tmp_path, str(first), "float32"))
+    finish(start(tmp_path, str(second), "float16", "float32"))
+
+
+def test_every_compiled_function_has_a_name_of_its_own():
+    from pagedgen.kernels.cpu import load_kernels
+
+    kernels, _ = load_kernels()
+    compiled = {id(value): value for value in vars(kernels).values() if hasattr(value, "py_func")}.values()
+    names = [function.py_func.__qualname__ for function in compiled]
+    assert len(names) > 5
+    assert len(names) == len(set(names))
