@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: neither processes that compile at one time nor code of an earlier process mixes dtypes or widths up."""
+"""Compiled kernels on disk: neither processes that compile at one time nor earlier ones mix dtypes or vector widths up."""
 
 from __future__ import annotations
 
