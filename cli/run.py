@@ -154,10 +154,11 @@ def run(
     sort: Annotated[
         str,
         typer.Option(
-            help="Order of work: length (longest first) or none. Output order is the input's.",
+            help="Order of work: prefix (rows with common beginnings together; all rows are read first), length (longest "
+            "first) or none. The output's order is the input's.",
             rich_help_panel=opt.RUNTIME,
         ),
-    ] = "length",
+    ] = "prefix",
     threads: Annotated[
         int | None,
         typer.Option(help="CPU threads. (default: the cores this process may use)", rich_help_panel=opt.RUNTIME),

@@ -15,7 +15,7 @@ ON_ERROR = ("continue", "stop")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "reference", "cpu", "gpu")
-SORTS = ("length", "none")
+SORTS = ("prefix", "length", "none")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class EngineConfig:
     disk_swap_path: str | None = None
     disk_swap_bytes: int = 0
     watermark: float = 0.01
-    sort: str = "length"
+    sort: str = "prefix"
     threads: int | None = None
     seed: int = 0
     audit: bool = False
@@ -125,6 +125,7 @@ class EngineConfig:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             threads=threads,
+            sort="length" if self.sort == "prefix" and not self.enable_prefix_caching else self.sort,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -137,6 +137,8 @@ class LLM:
     def _run(self, requests: list[Request], texts: list[str | None], outputs: dict[int, RequestOutput], use_tqdm: bool) -> None:
         from tqdm import tqdm
 
+        from .engine.planner import RequestLengths
+
         def on_finished(sequence: SequenceInFlight) -> None:
             index = sequence.request.row_index
             completion = CompletionOutput(
@@ -164,7 +166,7 @@ class LLM:
 
         self._engine.stats = self.stats = RunStats()
         with tqdm(total=sum(r.params.n for r in requests), desc="Processed prompts", disable=not use_tqdm) as bar:
-            self._engine.generate(requests, self._engine.plan(requests), on_finished=on_finished, on_error=on_error)
+            self._engine.generate(requests, self._engine.plan(RequestLengths(requests)), on_finished=on_finished, on_error=on_error)
 
 
 def _as_columns(prompt: Any) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class Sequence:
         "digests",
         "finish_reason",
         "leading",
+        "length_kinds",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_expected_blocks",
@@ -72,6 +73,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_seen_tokens",
+        "num_shared_blocks",
         "order",
         "request",
         "rewritten_from",
@@ -100,6 +102,8 @@ class Sequence:
         self.block_table: list[int] = []
         self.digests: list[bytes] = []  # of its first full blocks, owned by engine/prefix_cache.py
         self.num_expected_blocks = 0  # of these, how many are counted as to be used when it is admitted
+        self.num_shared_blocks = 0  # first blocks that other rows hold or will look for, when it was admitted
+        self.length_kinds: tuple[Any, ...] | None = None  # owned by engine/output_lengths.py
         self.leading: list[bytes] = []  # digests of blocks it computes for others too, owned by engine/leaders.py
         self.order = (0, 0)  # place in the queue, owned by engine/scheduler.py
         self.num_preemptions = 0

@@ -186,6 +186,7 @@ class EngineRun:
 
     def run(self, requests, **callbacks):
         """Run requests that were made already; see `sequences`."""
+        from pagedgen.engine.planner import RequestLengths
         from pagedgen.stats import RunStats
 
         done = {}
@@ -196,7 +197,7 @@ class EngineRun:
         self.engine.stats = RunStats()
         self.engine.generate(
             requests,
-            self.engine.plan(requests),
+            self.engine.plan(RequestLengths(requests)),
             on_finished=lambda s: done.__setitem__(key(s.request, s.sample_index), s),  # None: no next turn
             on_error=lambda r, sample, e: done.__setitem__(key(r, sample), e),
             **callbacks,
@@ -211,9 +212,9 @@ class EngineRun:
 @pytest.fixture
 def eager_admission(monkeypatch):
     """Admit rows by the tokens they have now, so that small pools make them evict each other."""
-    from pagedgen.engine.scheduler import Scheduler
+    from pagedgen.engine.admission import Admission
 
-    monkeypatch.setattr(Scheduler, "_expected_tokens", lambda self, sequence: len(sequence.token_ids))
+    monkeypatch.setattr(Admission, "fits", lambda self, *row: True)
 
 
 @pytest.fixture(scope="session")

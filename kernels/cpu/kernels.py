@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from .cache import locked
+from ..disk_cache import locked
 from .simd import (
     copy_element,
     hmax,

@@ -226,10 +226,9 @@ class BlockManager:
         """Return the blocks, in any tier, that hold the beginning of a sequence; never its last token."""
         return self.cache.match(sequence) if self._keeps else []
 
-    def blocks_to_take(self, hits: list[CachedBlock], num_blocks: int) -> int:
-        """Return how many of the available blocks a row with these hits and a table of `num_blocks` takes."""
-        in_use = sum(1 for block in hits if block.key is None)
-        return num_blocks - in_use
+    def num_idle(self, hits: list[CachedBlock]) -> int:
+        """Return how many of these are in no block table: they count as available until they are taken."""
+        return sum(1 for block in hits if block.key is not None)
 
     def admit(self, sequence: Sequence, hits: list[CachedBlock], num_tokens: int) -> bool:
         """Give a row without blocks the ones found for it, and room for `num_tokens` in all; all of it or nothing.
@@ -238,7 +237,7 @@ class BlockManager:
         """
         assert not sequence.block_table
         num_blocks = max(self.blocks_for(num_tokens), len(hits))
-        if self.blocks_to_take(hits, num_blocks) > self.num_available_blocks:
+        if num_blocks - len(hits) + self.num_idle(hits) > self.num_available_blocks:
             return False
         held = [block for block in hits if self.cache.hold(block)]
         away = [block for block in hits if block.address.tier != Tier.DEVICE]

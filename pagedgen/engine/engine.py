@@ -15,14 +15,14 @@ from ..stats import RunStats
 from ..threads import set_threads
 from . import memory
 from .batch import BlockTableArray
-from .block_manager import BlockManager
 from .block_map import BlockMapWriter
 from .feed import Control, Feed, ListFeed
 from .generation import Callbacks, Generation, StepReport
 from .model_runner import ModelRunner
 from .opened import OpenedModel
+from .order import PlannedFeed
 from .planner import Plan, RequestLengths, plan_requests
-from .scheduler import Scheduler
+from .scheduler import make_scheduler
 from .tiers import Tier
 
 
@@ -71,15 +71,15 @@ class Engine:
                 sample=lambda logits: self._sampler(logits[:ROWS_AT_ONCE], [probe] * min(len(logits), ROWS_AT_ONCE)),
             )
 
-    def plan(self, requests: list[Request], *, covers_all_rows: bool = True, must_fit: bool = True, **not_run: int) -> Plan:
-        """Plan the requests on what memory is free now; `not_run` counts rows that ended before (see `planner.plan_job`).
+    def plan(self, lengths: RequestLengths, *, covers_all_rows: bool = True, must_fit: bool = True, **not_run: int) -> Plan:
+        """Plan rows of these lengths on what memory is free now; `not_run` counts rows that ended before (see `planner.plan_job`).
 
         Raises:
             MemoryPlanError: not even one row fits.
         """
         config = self.opened.config
         return plan_requests(
-            RequestLengths(requests),
+            lengths,
             self.opened.spec,
             config,
             device=memory.device_memory(config.device),
@@ -103,7 +103,8 @@ class Engine:
         control: Callable[[], Control] = lambda: Control.GO_ON,
         block_map: BlockMapWriter | None = None,
     ) -> bool:
-        """Answer every request; each of its samples ends in exactly one call of `on_finished` or `on_error`.
+        """Answer every request; each of its samples ends in exactly one call of `on_finished` or `on_error`. The rows of a feed
+        are run in the order in which it gives them, or longest first (`--sort length`); a list is put in order here.
 
         Unless `control`, which is asked before each step, ends the run before: then return False.
 
@@ -113,30 +114,20 @@ class Engine:
         config, stats = self.opened.config, self.stats
         assert config.block_size
         host_blocks, disk_blocks = self._tiers_worth_using(plan, on_note)
-        blocks = BlockManager(
-            plan.num_blocks,
-            config.block_size,
-            prefix_caching=config.enable_prefix_caching,
-            host_blocks=host_blocks,
-            disk_blocks=disk_blocks,
-            record_history=config.audit,
-        )
-        scheduler = Scheduler(
-            blocks,
-            max_num_seqs=self._max_num_seqs,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            watermark=config.watermark,
-        )
-        scheduler.prefix.enabled = config.enable_prefix_caching
+        blocks, scheduler = make_scheduler(config, plan.num_blocks, host_blocks, disk_blocks)
         stats.blocks.total, stats.blocks.block_size = blocks.num_blocks, config.block_size
         with _out_of_memory_is_told(f"a KV pool of {blocks.num_blocks} blocks"):
             self._runner.allocate_cache(
                 blocks.num_blocks, host_blocks=host_blocks, disk_blocks=disk_blocks, disk_path=config.disk_swap_path
             )
+        feed: Feed = ListFeed(requests) if isinstance(requests, Iterable) else requests
+        planned = None
+        if config.sort == "prefix" and isinstance(requests, Iterable):
+            feed = planned = PlannedFeed(feed, config.block_size)
         try:
             with scheduler:
                 finished = Generation(
-                    feed=ListFeed(requests) if isinstance(requests, Iterable) else requests,
+                    feed=feed,
                     longest_first=config.sort == "length",
                     runner=self._runner,
                     sampler=self._sampler,
@@ -155,6 +146,8 @@ class Engine:
             return finished
         finally:
             self._runner.release_cache()  # the next call plans with this memory
+            if planned is not None:
+                planned.close()
 
     def _tiers_worth_using(self, plan: Plan, on_note: Callable[[str], None]) -> tuple[int, int]:
         """Return the host and disk blocks to use: those of tiers that give a block back sooner than it is computed again."""

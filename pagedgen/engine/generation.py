@@ -146,7 +146,7 @@ class Generation:
                     self._queue(request)
 
     def _queue(self, request: Request) -> None:
-        """Queue a row, unless it can't fit the pool: longest expected rows first, so that short ones fill the tail."""
+        """Queue a row, unless it can't fit the pool."""
         error = too_large(request, self.blocks)
         if error is not None:
             for sample in request.samples:

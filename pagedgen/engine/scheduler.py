@@ -18,8 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from ..config import EngineConfig
 from ..request import Request, Sequence
 from ..stats import PrefixCounters
+from .admission import Admission
 from .block_manager import BlockManager
 from .leaders import Leaders
 
@@ -57,17 +59,19 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         watermark: float = 0.01,
-        expected_share: float = 0.5,
+        keeps_prefixes: bool = False,
+        admission: Admission | None = None,
     ):
         """`watermark`: share of the pool kept free at admission, so that running rows can grow before anyone is preempted.
-        `expected_share`: how much of the tokens it may still get a row is expected to get, when it is admitted.
+        `keeps_prefixes`: no row is admitted in the place of blocks that others will look for. For rows that come group by group:
+        in any other order there may be too many such blocks.
         """
         assert max_num_batched_tokens >= max_num_seqs
         self._blocks = block_manager
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._watermark_blocks = int(watermark * block_manager.num_blocks)
-        self._expected_share = expected_share
+        self._admission = admission or Admission(block_manager, reserve_blocks=int(watermark * block_manager.num_blocks))
+        self._keeps_prefixes = keeps_prefixes
         self._waiting: list[tuple[bool, tuple[int, int], int, Sequence]] = []  # a heap, see `_queue`
         self._num_added = 0
         self.num_waiting_tokens = 0  # of prompts that were not admitted yet
@@ -169,6 +173,8 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a finished sequence out and return its blocks at once."""
+        if sequence.finish_reason in ("stop", "length"):
+            self._admission.lengths.observe(sequence)
         self._let_go(self._leaders.settle(sequence, sequence.digests))
         self._blocks.release(sequence)
         self.running.remove(sequence)
@@ -191,9 +197,11 @@ class Scheduler:
         indices = range(1, parent.num_pending_samples + 1) if beams else parent.request.samples[1:]
         children = [Sequence(parent.request, i) for i in indices]
         parent.num_pending_samples = 0
+        parent.num_shared_blocks = max(parent.num_shared_blocks, parent.num_prompt_tokens // self._blocks.block_size)
         for child in children:
             self._blocks.fork(parent, child)
             child.order = parent.order
+            child.num_shared_blocks = parent.num_shared_blocks
             child.num_cached_tokens = parent.num_cached_tokens
             child.beam_group = parent.beam_group
         place = self.running.index(parent) + 1
@@ -259,43 +267,57 @@ class Scheduler:
         return left
 
     def _admit(self, prefills: list[tuple[Sequence, int]], prefill_budget: int) -> None:
-        """Start waiting rows in order while they and the running rows are expected to fit together.
+        """Start waiting rows in order while they and the running rows are expected to fit together (see `admission.py`).
 
         Admitting by the tokens a row has now fills the pool with rows that must evict each other as they grow; admitting by
-        the most it may get leaves the pool half empty. So a row is expected to get a share (`expected_share`) of the tokens it
-        may still get; recipes/benchmarks/admission.py measures shares. Rows that wait for a leader let others pass.
+        the most it may get leaves the pool half empty. Rows that wait for a leader let others pass.
         """
-        if not self._waiting:
-            return
+        admission, blocks = self._admission, self._blocks
         num_seqs = sum(1 + s.num_pending_samples for s in self.running)
-        growth = sum(self._expected_blocks(s) - len(s.block_table) for s in self.running)
-        size = self._blocks.block_size
+        if not self._waiting or num_seqs >= self._max_num_seqs or admission.is_futile():
+            return
+        begun = False
         while self._waiting and prefill_budget > 0:
             sequence = self._waiting[0][-1]
             if num_seqs + 1 + sequence.num_pending_samples > self._max_num_seqs:
                 return
-            hits = self._blocks.match(sequence)
+            hits = blocks.match(sequence)
             if self._leaders.follow(sequence, self._shared_digests(sequence, len(hits))):
                 heapq.heappop(self._waiting)
                 continue
-            needed = self._blocks.blocks_to_take(hits, max(self._expected_blocks(sequence), len(hits)))
-            if self.running and needed + growth + self._watermark_blocks > self._blocks.num_available_blocks:
+            sequence.num_shared_blocks = shared = self._num_shared_blocks(sequence, len(hits))
+            idle_hits = blocks.num_idle(hits)
+            if not begun:
+                admission.begin(self.running)
+                begun = True
+            kept = blocks.num_cached_blocks - idle_hits if self._keeps_prefixes else 0
+            new_shared = shared - len(hits) + idle_hits
+            if self.running and not admission.fits(sequence, new_shared, kept):
                 return
-            known = len(hits) * size
+            known = len(hits) * blocks.block_size
             chunk = min(len(sequence.token_ids) - known, prefill_budget)
-            if not self._blocks.admit(sequence, hits, known + chunk):
+            if not blocks.admit(sequence, hits, known + chunk):
                 assert self.running, "a row that fits the pool has no room in an empty one"
                 return
             heapq.heappop(self._waiting)
             if not sequence.num_preemptions:
                 self.num_waiting_tokens -= sequence.num_prompt_tokens
             self._count_hits(sequence, len(hits))
-            self._leaders.lead(sequence, self._shared_digests(sequence, len(hits)), self._blocks.cache.users)
-            growth += max(0, self._expected_blocks(sequence) - len(sequence.block_table))
+            self._leaders.lead(sequence, self._shared_digests(sequence, len(hits)), blocks.cache.users)
+            admission.admitted(sequence, new_shared)
             num_seqs += 1 + sequence.num_pending_samples
             self.running.append(sequence)
             prefills.append((sequence, chunk))
             prefill_budget -= chunk
+
+    def _num_shared_blocks(self, sequence: Sequence, num_hits: int) -> int:
+        """Return how many of a waiting row's first blocks are not its alone: found, or looked for by others too."""
+        count = num_hits
+        for digest in self._shared_digests(sequence, num_hits):
+            if self._blocks.cache.users(digest) < 2:  # it is one of them itself
+                break
+            count += 1
+        return count
 
     def _shared_digests(self, sequence: Sequence, num_hits: int) -> list[bytes]:
         """Return the digests of the blocks behind the ones found that others can look for too."""
@@ -315,16 +337,29 @@ class Scheduler:
         self.prefix.hit_blocks += num_hits
         self.prefix.saved_tokens += tokens
 
-    def _expected_blocks(self, sequence: Sequence) -> int:
-        """Return the blocks a row is expected to need in the end, those of samples not yet forked included."""
-        blocks = max(self._blocks.blocks_for(self._expected_tokens(sequence)), len(sequence.block_table))
-        shared = sequence.num_prompt_tokens // self._blocks.block_size
-        return blocks + sequence.num_pending_samples * (blocks - shared)
 
-    def _expected_tokens(self, sequence: Sequence) -> int:
-        """Return the tokens a row is expected to hold in the end."""
-        remaining = sequence.request.max_tokens - sequence.num_generated_tokens
-        return len(sequence.token_ids) + int(max(0, remaining - 1) * self._expected_share)
+def make_scheduler(
+    config: EngineConfig, num_blocks: int, host_blocks: int = 0, disk_blocks: int = 0
+) -> tuple[BlockManager, Scheduler]:
+    """Return the block manager and scheduler of a run, or of its simulation."""
+    assert config.block_size and config.max_num_seqs and config.max_num_batched_tokens
+    blocks = BlockManager(
+        num_blocks,
+        config.block_size,
+        prefix_caching=config.enable_prefix_caching,
+        host_blocks=host_blocks,
+        disk_blocks=disk_blocks,
+        record_history=config.audit,
+    )
+    scheduler = Scheduler(
+        blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        watermark=config.watermark,
+        keeps_prefixes=config.sort == "prefix",
+    )
+    scheduler.prefix.enabled = config.enable_prefix_caching
+    return blocks, scheduler
 
 
 def _common_prefix(before: Sequence, after: Sequence) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from time import perf_counter
@@ -52,20 +52,20 @@ class Run:
 
     def run(self) -> JobReport:
         """Run until the output is written, or the run is stopped."""
-        from ..engine.feed import LOOKAHEAD_ROWS, LOOKAHEAD_TOKENS, Control
+        from ..engine.feed import Control
 
         progress = self._progress
         progress.phase("reading prompts")
         feed = RowFeed(self._reader.groups(), self._take_in)
-        plan, completed = None, True
+        rows, plan, completed = None, None, True
         try:
-            feed.look_ahead(LOOKAHEAD_ROWS, LOOKAHEAD_TOKENS, lambda: self._stopper.control() is not Control.GO_ON)
+            rows, lengths = self._read_ahead(feed, lambda: self._stopper.control() is not Control.GO_ON)
             if self._stats.rows_reused:
                 progress.note(f"{self._stats.rows_reused:,} results of an earlier run are kept")
             if self._stopper.reason is not None:
                 completed = False
-            elif feed.held:
-                plan, completed = self._generate(feed)
+            elif not rows.exhausted:
+                plan, completed = self._generate(rows, lengths, feed)
             else:
                 progress.note("there is nothing to generate, so the weights are not loaded")
         except OutputError:
@@ -76,6 +76,8 @@ class Run:
             raise
         finally:
             feed.close()
+            if rows is not None:
+                rows.close()
         self._tell_of_prompts()
         self._parts.flush()
         self._check_input()
@@ -137,24 +139,43 @@ class Run:
         self._workspace.spoil()
         raise InputError("the input changed while the job ran, so its rows are of no use; --restart makes them anew")
 
-    def _generate(self, feed: RowFeed) -> tuple[Any, bool]:
+    def _read_ahead(self, feed: RowFeed, stop: Callable[[], bool]) -> tuple[Any, Any]:
+        """Read rows before the weights load: all, to plan their order, or as far as the engine looks ahead without a plan.
+
+        Return what the engine is to take rows from, and the lengths of those that were read.
+        """
+        from ..engine.feed import LOOKAHEAD_ROWS, LOOKAHEAD_TOKENS
+        from ..engine.order import PlannedFeed
+        from ..engine.planner import RequestLengths
+
+        engine = self._job.opened.config
+        if engine.sort != "prefix":
+            feed.look_ahead(LOOKAHEAD_ROWS, LOOKAHEAD_TOKENS, stop)
+            return feed, RequestLengths(feed.held)
+        planned = PlannedFeed(feed, engine.block_size, directory=str(self._workspace.directory))
+        try:
+            planned.read(stop)
+        except BaseException:
+            planned.close()
+            raise
+        return planned, planned.lengths
+
+    def _generate(self, rows: Any, lengths: Any, feed: RowFeed) -> tuple[Any, bool]:
         """Load the weights and answer requests; return the plan and whether all were answered before the run was stopped.
 
         Raises:
             MemoryPlanError: the pool can't hold one row; found before the weights load where the estimate tells.
         """
-        from ..engine.planner import RequestLengths
-
         config, opened, progress = self._config, self._job.opened, self._progress
         # That no row fits is a row error where others fitted, now or in an earlier run or another shard.
         all_rows = feed.at_end and not self._num_before and config.shard is None
         how: dict[str, Any] = {"covers_all_rows": feed.at_end, "must_fit": all_rows, **self._not_run}
-        self._job.estimate(RequestLengths(feed.held), None, **how)
+        self._job.estimate(lengths, None, **how)
         progress.phase(f"loading {config.engine.model} ({opened.spec.dtype}, {opened.config.device})")
         from ..engine.engine import Engine
 
         engine = Engine(opened, self._stats)
-        plan = engine.plan(feed.held, **how)
+        plan = engine.plan(lengths, **how)
         shown = [self._num_to_generate if feed.at_end else None]
         progress.rows(shown[0])
 
@@ -177,7 +198,7 @@ class Run:
                 block_map = stack.enter_context(BlockMapWriter(config.block_map, config.block_map_every, progress.note))
             stack.enter_context(self._stopper.watched())
             completed = engine.generate(
-                feed,
+                rows,
                 plan,
                 on_finished=self._answers.on_finished,
                 on_error=self._answers.on_error,

@@ -14,6 +14,7 @@ import json
 from statistics import median
 from time import perf_counter
 
+from pagedgen.engine.admission import Admission
 from pagedgen.engine.batch import BlockTableArray, build_batch
 from pagedgen.engine.block_manager import BlockManager
 from pagedgen.engine.scheduler import Scheduler
@@ -23,13 +24,21 @@ from pagedgen.sampling_params import SamplingParams
 BLOCK_SIZE, PREFIX_LEN, OWN_LEN, STEPS = 32, 256, 256, 200
 
 
+class EagerAdmission(Admission):
+    """All rows at once, though they must evict each other when they grow."""
+
+    def fits(self, sequence: Sequence, new_shared_blocks: int, kept_blocks: int) -> bool:
+        return True
+
+
 def measure(num_rows: int, pool_share: float) -> dict[str, float]:
     """Decode rows through the scheduler, one made-up token a step each, and return the medians of the steps' costs."""
     length = PREFIX_LEN + OWN_LEN
     own_blocks = -(-(OWN_LEN + STEPS) // BLOCK_SIZE)
     num_blocks = PREFIX_LEN // BLOCK_SIZE + int(pool_share * num_rows * own_blocks)
     blocks = BlockManager(num_blocks, BLOCK_SIZE, host_blocks=num_blocks)
-    scheduler = Scheduler(blocks, max_num_seqs=num_rows, max_num_batched_tokens=num_rows * length, expected_share=0.0)
+    admission = EagerAdmission(blocks, reserve_blocks=0)
+    scheduler = Scheduler(blocks, max_num_seqs=num_rows, max_num_batched_tokens=num_rows * length, admission=admission)
     tables = BlockTableArray(num_rows)
     params = SamplingParams(max_tokens=STEPS)
     for row in range(num_rows):

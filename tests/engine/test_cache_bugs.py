@@ -12,6 +12,7 @@ import torch
 from naive_pool import NaivePool, num_held
 from pagedgen.kernels.api import load_backend
 
+from pagedgen.engine.admission import Admission
 from pagedgen.engine.batch import BlockTableArray, build_batch
 from pagedgen.engine.block_manager import BlockManager
 from pagedgen.engine.kv_cache import KVCache
@@ -178,10 +179,18 @@ def test_kvcached_362_a_digest_does_not_outlive_its_block():
     pool.check(stranger)
 
 
+class EagerAdmission(Admission):
+    """Admits rows by the tokens they have now, so that they must evict each other."""
+
+    def fits(self, *row):
+        return True
+
+
 def drive(rows, num_blocks, *, budget=6, max_num_seqs=4, **settings):
     """Run rows through a scheduler and the naive pool until all have their tokens; return the scheduler."""
     pool = Pool(num_blocks, **settings)
-    scheduler = Scheduler(pool.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, expected_share=0.0)
+    eager = EagerAdmission(pool.blocks, reserve_blocks=0)
+    scheduler = Scheduler(pool.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, admission=eager)
     for r in rows:
         scheduler.add(r)
     tables = BlockTableArray(max_num_seqs, width=1)

@@ -12,6 +12,7 @@ from naive_pool import num_held
 from test_prefix_cache import shared_prompts
 
 from pagedgen.engine.block_manager import BlockManager
+from pagedgen.engine.planner import RequestLengths
 from pagedgen.engine.scheduler import Scheduler
 from pagedgen.engine.swap import BlockStore
 from pagedgen.engine.tiers import Tier
@@ -46,7 +47,7 @@ class Job:
         done = {}
         self.engine.generate(  # not `run.run`: a row that was cancelled is not answered
             self.requests,
-            self.engine.plan(self.requests),
+            self.engine.plan(RequestLengths(self.requests)),
             on_finished=lambda s: done.__setitem__((s.request.row_index, s.sample_index), (s.generated_token_ids, s.score)),
             on_error=lambda *error: pytest.fail(str(error)),
         )

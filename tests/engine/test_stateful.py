@@ -72,7 +72,8 @@ class BlockLives(RuleBasedStateMachine):
         assert len(hits) * 4 < len(sequence.token_ids), "the last token must be computed"
         known = len(hits) * 4
         end = min(len(sequence.token_ids), known + chunk)
-        available, needed = self.blocks.num_available_blocks, self.blocks.blocks_to_take(hits, max(-(-end // 4), len(hits)))
+        available = self.blocks.num_available_blocks
+        needed = max(-(-end // 4) - len(hits), 0) + self.blocks.num_idle(hits)
         admitted = self.blocks.admit(sequence, hits, end)
         assert admitted == (needed <= available)
         if admitted:

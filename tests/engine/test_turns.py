@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pagedgen.engine.planner import RequestLengths
 from pagedgen.errors import RowError
 from pagedgen.prompts.render import PromptRenderer
 from pagedgen.prompts.tokenize import PromptTokenizer
@@ -58,7 +59,7 @@ class Talk:
         self.run.engine.stats = RunStats()
         self.run.engine.generate(
             requests,
-            self.run.engine.plan(requests),
+            self.run.engine.plan(RequestLengths(requests)),
             on_finished=on_finished,
             on_error=lambda r, i, e: errors.__setitem__((r.row_index, i, r.turn_index), e),
         )

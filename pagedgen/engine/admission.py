@@ -1,0 +1,97 @@
+"""Whether a waiting row may start: does the pool hold it together with what the running rows will still grow to? NumPy only.
+
+For a grid of moments ahead (in tokens each row gets until then) the expected use of the pool is added up: each row's own blocks
+then, times the chance that it is still there; what rows share counts once. A row is admitted while the largest of these sums,
+with a margin for chance, fits. Where all lengths are known this is the peak of what is to come itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..request import Sequence
+from .block_manager import BlockManager
+from .output_lengths import OutputLengths, has_exact_length
+
+_MOMENTS = np.unique(np.concatenate([np.arange(4), np.geomspace(4, 1 << 17, 44).astype(np.int64)]))
+_EXACT_MOMENTS = 128
+_WAIT_CALLS = 4  # after a refusal, calls until it is asked again although no block came free
+
+
+class Admission:
+    """Forecasts the pool's use for one scheduler."""
+
+    def __init__(self, blocks: BlockManager, *, reserve_blocks: int, deviations: float = 1.0):
+        """`reserve_blocks` stay free. `deviations`: the margin, in standard deviations of the expected use."""
+        self._blocks = blocks
+        self._reserve = reserve_blocks
+        self._deviations = deviations
+        self.lengths = OutputLengths()
+        self._after = _MOMENTS
+        self._mean = self._variance = np.zeros(0)
+        self._fixed = 0
+        self._refused: tuple[int, int] | None = None
+
+    def is_futile(self) -> bool:
+        """Return True shortly after a refusal, while nothing has changed for the better."""
+        if self._refused is None:
+            return False
+        available, calls = self._refused
+        if calls and self._blocks.num_available_blocks <= available:
+            self._refused = (available, calls - 1)
+            return True
+        self._refused = None
+        return False
+
+    def begin(self, running: Iterable[Sequence]) -> None:
+        """Forecast the running rows' use."""
+        rows = list(running)
+        self.lengths.refresh(rows)
+        self._after = _moments(rows)
+        self._mean, self._variance = np.zeros(len(self._after)), np.zeros(len(self._after))
+        if rows:
+            self._mean, self._variance = self._use(rows)
+        # Blocks that rows share are there as long as anyone holds one.
+        own_now = sum(max(0, len(s.block_table) - s.num_shared_blocks) for s in rows)
+        self._fixed = self._blocks.num_used_blocks - own_now
+
+    def fits(self, sequence: Sequence, new_shared_blocks: int, kept_blocks: int) -> bool:
+        """Return True when a row is expected to fit beside those counted so far. Blocks of its beginning that are not in the
+        pool yet: `new_shared_blocks`; idle blocks that must stay: `kept_blocks`."""
+        mean, variance = self._use([sequence])
+        peak = (self._mean + mean + self._deviations * np.sqrt(self._variance + variance)).max()
+        room = self._blocks.num_blocks - self._reserve - kept_blocks
+        if self._fixed + new_shared_blocks + peak <= room:
+            return True
+        self._refused = (self._blocks.num_available_blocks, _WAIT_CALLS)
+        return False
+
+    def admitted(self, sequence: Sequence, new_shared_blocks: int) -> None:
+        """Count a row that was just admitted."""
+        self._fixed += new_shared_blocks
+        mean, variance = self._use([sequence])
+        self._mean = self._mean + mean
+        self._variance = self._variance + variance
+
+    def _use(self, rows: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean and variance of the rows' own blocks at each moment, those of samples not yet forked included."""
+        size = self._blocks.block_size
+        tokens = np.array([len(s.token_ids) for s in rows])[:, None]
+        shared = np.array([s.num_shared_blocks for s in rows])[:, None]
+        copies = np.array([1 + s.num_pending_samples for s in rows])[:, None]
+        blocks = np.maximum(-(-(tokens + self._after) // size) - shared, 0)
+        alive = self.lengths.survival(rows, self._after)
+        return (copies * alive * blocks).sum(0), (copies * alive * (1 - alive) * blocks * blocks).sum(0)
+
+
+def _moments(rows: list[Sequence]) -> np.ndarray:
+    """Return the moments to look at: rows of known length make peaks just before they end."""
+    exact = [s.request.max_tokens - s.num_generated_tokens - 1 for s in rows if has_exact_length(s.request)]
+    if not exact:
+        return _MOMENTS
+    ends = np.unique(np.maximum(exact, 0))
+    if len(ends) > _EXACT_MOMENTS:
+        ends = ends[np.linspace(0, len(ends) - 1, _EXACT_MOMENTS).astype(np.int64)]
+    return ends if len(exact) == len(rows) else np.union1d(ends, _MOMENTS)
