@@ -13,7 +13,7 @@ from pagedgen import __version__
 from pagedgen.errors import EXIT_INTERNAL, EXIT_USAGE, PagedgenError
 from pagedgen.stopping import Stopper
 
-from . import blocks, merge, model, plan, run, signals
+from . import blocks, merge, model, plan, run, signals, tune
 from .output import fail
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("plan")(plan.plan)
+app.command("tune")(tune.tune)
 app.command("merge")(merge.merge)
 app.command("blocks")(blocks.blocks)
 app.add_typer(model.app, name="model")

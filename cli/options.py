@@ -107,8 +107,27 @@ MaxModelLen = Annotated[
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=RUNTIME)]
 BlockSize = Annotated[
-    int | None, typer.Option(help="Tokens in a KV block. (default: 16 on GPU, 32 on CPU)", rich_help_panel=RUNTIME)
+    str | None,
+    typer.Option(
+        help="Tokens in a KV block, or auto: what `plan` recommends for these rows. (default: 16 on GPU, 32 on CPU)",
+        metavar="TOKENS",
+        rich_help_panel=RUNTIME,
+    ),
 ]
+Watermark = Annotated[float, typer.Option(help="Share of the pool kept free when rows are admitted.", rich_help_panel=RUNTIME)]
+Sort = Annotated[
+    str,
+    typer.Option(
+        help="Order of work: prefix (rows with common beginnings together; all rows are read first), length (longest "
+        "first) or none. The output's order is the input's.",
+        rich_help_panel=RUNTIME,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="CPU threads. (default: the cores this process may use)", rich_help_panel=RUNTIME),
+]
+IgnoreEos = Annotated[bool, typer.Option(help="Don't end at the model's EOS.", rich_help_panel=SAMPLING)]
 MaxNumSeqs = Annotated[
     int | None, typer.Option(help="Most rows in flight. (default: 256 on GPU, 128 on CPU)", rich_help_panel=RUNTIME)
 ]
@@ -237,6 +256,20 @@ def parse_disk_swap(text: str | None) -> tuple[str | None, int]:
     if not colon or not path or not size:
         raise UsageError(f"--disk-swap {text} is not a directory and a size; write it like /scratch:20GiB")
     return path, parse_bytes(size, "--disk-swap") or 0
+
+
+def parse_block_size(text: str | int | None) -> int | None:
+    """Return a block size as a number; None for none and for auto.
+
+    Raises:
+        UsageError: neither.
+    """
+    if text is None or text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--block-size {text} is not a number of tokens, nor auto") from None
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

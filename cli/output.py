@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import sys
 from time import monotonic
@@ -15,7 +14,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from pagedgen.errors import OutputError
-from pagedgen.sampling_params import DEFAULT_MAX_TOKENS
 
 
 class _Stderr(Console):
@@ -242,61 +240,3 @@ def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max
     if stats_path:
         table.add_row("statistics", stats_path)
     stderr.print(table)
-
-
-def show_plan(report: Any) -> None:
-    """Print a plan as a table on stdout."""
-    plan, model = report.plan, report.model
-    table = Table(title=f"pagedgen plan: {report.config['model']}", show_header=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column()
-    config = report.config
-    table.add_row(
-        "model",
-        f"{model['model_type']}, {model['num_layers']} layers, {model['num_heads']}/{model['num_kv_heads']} heads of "
-        f"{model['head_dim']}, {model['dtype']}, context {plan['max_model_len']:,}, "
-        f"EOS {list(model['eos_token_ids']) or 'none'}",
-    )
-    table.add_row("weights", gib(plan["weights_bytes"]))
-    table.add_row(
-        "activation peak",
-        f"{gib(plan['activation_peak_bytes'])} (estimate for {plan['max_num_batched_tokens']:,} tokens and "
-        f"{plan['max_num_seqs']:,} rows a step; `run` measures it)",
-    )
-    table.add_row(
-        "memory",
-        f"{gib(plan['device_total_bytes'])} in all, {gib(plan['device_free_bytes'])} free ({config['device']}, "
-        f"{report.memory_source}); at most {config['gpu_memory_utilization']:.0%} of all is used",
-    )
-    table.add_row("KV per token", f"{plan['bytes_per_token']:,} bytes")
-    table.add_row("KV per block", f"{plan['bytes_per_block']:,} bytes ({plan['block_size']} tokens)")
-    table.add_row("for KV", gib(plan["available_kv_bytes"]))
-    table.add_row("max_block_num", f"{plan['max_block_num']:,}")
-    if plan["host_blocks"] or plan["disk_blocks"]:
-        table.add_row("swap space", f"{plan['host_blocks']:,} blocks in host memory, {plan['disk_blocks']:,} on disk")
-    table.add_row("rows", f"{plan['num_rows']:,} in {len(report.files)} file(s)")
-    for label, key in (
-        ("without a usable prompt", "num_row_errors"),
-        ("too long", "num_too_long"),
-        ("too large for the pool", "num_too_large"),
-        ("beyond --max-total-tokens", "num_skipped"),
-    ):
-        if plan[key]:
-            table.add_row(f"  {label}", f"{plan[key]:,} (row errors in the output)")
-    default = ", the default" if report.max_tokens == DEFAULT_MAX_TOKENS else ""
-    table.add_row(
-        "tokens",
-        f"{plan['prompt_tokens']:,} prompt, at most {plan['max_new_tokens']:,} generated "
-        f"(max_tokens {report.max_tokens:,}{default})",
-    )
-    table.add_row("concurrent rows", f"{plan['max_concurrent_rows']:,} at this data's mean length")
-    table.add_row("peak blocks needed", f"{plan['peak_blocks_needed']:,} (if every row runs to its max_tokens)")
-    table.add_row(
-        "prompt padding saved",
-        f"{plan['padding_saved']:.1%} (prompts padded in batches of {plan['max_num_seqs']:,}: "
-        f"{plan['padded_tokens']:,} tokens)",
-    )
-    text = io.StringIO()
-    terminal = Console()
-    Console(file=text, width=terminal.width, force_terminal=terminal.is_terminal, emoji=False).print(table)
-    say(text.getvalue().rstrip("\n"))

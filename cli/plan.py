@@ -14,13 +14,29 @@ from pagedgen.job import plan_only
 from pagedgen.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 from . import options as opt
-from .output import RunProgress, say, show_plan
+from .output import RunProgress, say
+from .plan_output import show_plan
 
 
 def plan(
     ctx: typer.Context,
     model: opt.Model,
-    prompts: opt.Inputs,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="As of `run`; none with --trace.", metavar="[PROMPTS]...", show_default=False),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan from lengths alone: CSV or JSON lines with input_length and output_length (and hash_ids).",
+            metavar="FILE",
+            rich_help_panel=opt.INPUT,
+        ),
+    ] = None,
+    assume_output_tokens: Annotated[
+        int | None,
+        typer.Option(help="Of rows that may end by themselves. (default: --max-tokens)", rich_help_panel=opt.INPUT),
+    ] = None,
     device_memory: Annotated[
         str | None,
         typer.Option(
@@ -62,20 +78,27 @@ def plan(
     enable_prefix_caching: opt.EnablePrefixCaching = True,
     swap_space: opt.SwapSpace = None,
     disk_swap: opt.DiskSwap = None,
+    watermark: opt.Watermark = 0.01,
+    sort: opt.Sort = "prefix",
+    threads: opt.Threads = None,
+    ignore_eos: opt.IgnoreEos = False,
 ) -> None:
-    """Compute max_block_num and what the job will need. Reads config and tokenizer only."""
+    """Compute max_block_num, what the job will need and how it will run. Reads config and tokenizer only."""
+    if (trace is None) == (not prompts):
+        raise UsageError("plan wants PROMPTS or --trace FILE, one of them")
     try:
         sampling = SamplingParams(
             n=n,
             beam_width=beam_width,
             temperature=1.0 if n > 1 and beam_width == 1 else 0.0,  # samples need one; which doesn't matter for a plan
             max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+            ignore_eos=ignore_eos,
         )
     except ValueError as error:
         raise UsageError(f"sampling: {error}") from error
     disk_swap_path, disk_swap_bytes = opt.parse_disk_swap(disk_swap)
     config = JobConfig(
-        inputs=prompts,
+        inputs=prompts or [],
         prompts=PromptConfig(
             prompt_column=prompt_column,
             messages_column=messages_column,
@@ -89,6 +112,8 @@ def plan(
         sample=sample,
         shard=opt.parse_shard(shard),
         max_total_tokens=max_total_tokens,
+        auto_block_size=block_size == "auto",
+        assume_output_tokens=assume_output_tokens,
         too_long=too_long,
         chat_template=opt.read_template(chat_template),
         sampling=sampling,
@@ -100,7 +125,10 @@ def plan(
             dtype=dtype,
             device=device,
             seed=seed,
-            block_size=block_size,
+            block_size=opt.parse_block_size(block_size),
+            sort=sort,
+            threads=threads,
+            watermark=watermark,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -114,7 +142,7 @@ def plan(
         ),
     )
     with RunProgress("none" if as_json else "auto") as shown:
-        report = plan_only(config, shown, ctx.obj, opt.parse_bytes(device_memory, "--device-memory"))
+        report = plan_only(config, shown, ctx.obj, opt.parse_bytes(device_memory, "--device-memory"), trace)
     if as_json:
         details = asdict(report)
         say(json.dumps({**details.pop("plan"), **details}, indent=2))

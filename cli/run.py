@@ -126,7 +126,7 @@ def run(
     stop_token_ids: Annotated[
         list[int] | None, typer.Option(help="End a row at this token id (repeatable).", rich_help_panel=opt.SAMPLING)
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Don't end at the model's EOS.", rich_help_panel=opt.SAMPLING)] = False,
+    ignore_eos: opt.IgnoreEos = False,
     include_stop_str_in_output: Annotated[bool, typer.Option(help="Keep the stop text.", rich_help_panel=opt.SAMPLING)] = False,
     revision: opt.Revision = None,
     trust_remote_code: opt.TrustRemoteCode = False,
@@ -147,22 +147,9 @@ def run(
     enable_prefix_caching: opt.EnablePrefixCaching = True,
     swap_space: opt.SwapSpace = None,
     disk_swap: opt.DiskSwap = None,
-    watermark: Annotated[
-        float,
-        typer.Option(help="Share of the pool kept free when rows are admitted.", rich_help_panel=opt.RUNTIME),
-    ] = 0.01,
-    sort: Annotated[
-        str,
-        typer.Option(
-            help="Order of work: prefix (rows with common beginnings together; all rows are read first), length (longest "
-            "first) or none. The output's order is the input's.",
-            rich_help_panel=opt.RUNTIME,
-        ),
-    ] = "prefix",
-    threads: Annotated[
-        int | None,
-        typer.Option(help="CPU threads. (default: the cores this process may use)", rich_help_panel=opt.RUNTIME),
-    ] = None,
+    watermark: opt.Watermark = 0.01,
+    sort: opt.Sort = "prefix",
+    threads: opt.Threads = None,
     audit: Annotated[bool, typer.Option(help="Recount the blocks after every step.", rich_help_panel=opt.RUNTIME)] = False,
 ) -> None:
     """Generate a completion for every row of PROMPTS and write them in input order.
@@ -221,6 +208,7 @@ def run(
         sample=sample,
         shard=opt.parse_shard(shard),
         max_total_tokens=max_total_tokens,
+        auto_block_size=block_size == "auto",
         too_long=too_long,
         chat_template=opt.read_template(chat_template),
         token_ids=token_ids,
@@ -243,7 +231,7 @@ def run(
             dtype=dtype,
             device=device,
             backend=backend,
-            block_size=block_size,
+            block_size=opt.parse_block_size(block_size),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

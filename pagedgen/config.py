@@ -183,6 +183,8 @@ class JobConfig:
     sample: int | None = None  # so many rows, chosen by the engine's seed
     shard: tuple[int, int] | None = None  # (i, n): every nth row from the ith on
     max_total_tokens: int | None = None
+    auto_block_size: bool = False  # the size `plan` recommends for the rows
+    assume_output_tokens: int | None = None  # for a plan: of rows that may end by themselves
     too_long: str = "error"
     chat_template: str | None = None
     token_ids: bool = False
@@ -205,6 +207,7 @@ class JobConfig:
             ("--limit", self.limit, 1),
             ("--sample", self.sample, 1),
             ("--max-total-tokens", self.max_total_tokens, 1),
+            ("--assume-output-tokens", self.assume_output_tokens, 1),
             ("--flush-every", self.flush_s, 0),
             ("--grace", self.grace_s, 0),
             ("--deadline", self.deadline_s, 0),

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from . import threads
-from .config import JobConfig
+from .config import EngineConfig, JobConfig
 from .errors import InputError, PagedgenError, UsageError
 from .jobs.output import output_schema
 from .jobs.report import JobReport, PlanReport, Progress
 from .jobs.resume import begin, check_side_files, clear_up, find_finished, own_files, refuse_inside
 from .jobs.run import Run
-from .jobs.setup import prepare
+from .jobs.setup import Job, estimate_plan, prepare
 from .rows.output_path import check_output
 from .rows.sinks import parquet_schema
 from .rows.sources import Source, expand_inputs
@@ -33,6 +34,9 @@ def run_job(config: JobConfig, progress: Progress, stopper: Stopper) -> JobRepor
     """
     assert config.output is not None
     stats = RunStats()
+    if config.auto_block_size:
+        threads.prepare()
+        config = with_block_size(config, progress, stopper)
     sources, skipped = expand_inputs(config.inputs, config.format, own_files(config))
     output = check_output(config.output, [s.path for s in sources if s.path is not None])
     progress.phase("opening the model")
@@ -94,41 +98,75 @@ def _with_stdin(config: JobConfig, workspace: Workspace) -> tuple[list[Source], 
     return expand_inputs(config.inputs, config.format, own_files(config), workspace.copy_stdin(sys.stdin.buffer))
 
 
-def plan_only(config: JobConfig, progress: Progress, stopper: Stopper, device_memory_bytes: int | None = None) -> PlanReport:
-    """Plan a job from config and tokenizer alone; no weights are loaded.
+def plan_only(
+    config: JobConfig, progress: Progress, stopper: Stopper, device_memory_bytes: int | None = None, trace: str | None = None
+) -> PlanReport:
+    """Plan a job from config and tokenizer alone, and foretell its run; no weights are loaded.
+
+    `trace`: a file of lengths that stands in the place of rows (`rows.traces`).
 
     Raises:
         UsageError: as `run_job`, and when the pool can't hold one row.
     """
     from .engine.opened import open_model
-    from .engine.planner import RequestLengths
+    from .jobs.planning import assumed_lengths, read_rows, report, trace_rows
 
     stats = RunStats()
-    sources, _ = expand_inputs(config.inputs, config.format)
     progress.phase("opening the model")
     threads.prepare()
+    if config.auto_block_size and trace is None:
+        config = with_block_size(config, progress, stopper)
     opened = open_model(config.engine, planning=device_memory_bytes is not None, chat_template=config.chat_template)
+    facts: dict[str, Any] = {"stats": stats, "progress": progress}
+    if trace is not None:
+        rows, outputs = trace_rows(opened, trace, config)
+        with contextlib.closing(rows):
+            estimate = functools.partial(estimate_plan, opened, device_memory_bytes=device_memory_bytes)
+            return report(opened, config, estimate, rows, lambda r, _: outputs[r.row_index], files=[trace], **facts)
+    with opened_job(config, opened, stats, stopper) as job:
+        rows, not_run = read_rows(job, progress)
+        with contextlib.closing(rows):
+            estimate = functools.partial(estimate_plan, opened, device_memory_bytes=device_memory_bytes, **not_run)
+            files = [s.name if s.path is None else str(s.path) for s in job.source.sources]
+            return report(opened, config, estimate, rows, assumed_lengths(config), files=files, **facts)
+
+
+@contextlib.contextmanager
+def opened_job(config: JobConfig, opened: Any, stats: RunStats, stopper: Stopper) -> Iterator[Job]:
+    """Open a job's input to look at it; nothing of it is kept."""
+    sources, _ = expand_inputs(config.inputs, config.format)
     with opened_workspace("-", stopper) as workspace:
         if "-" in config.inputs:
             sources, _ = _with_stdin(config, workspace)
-        job = prepare(config, opened, sources, stats, planning=True)
-        progress.phase("reading prompts")
-        lengths = RequestLengths()
-        not_run: Counter[str] = Counter()
-        for group in job.reader().groups():
-            lengths.add(group.requests)
-            not_run += group.not_run()
-        if job.source.schema() is None and not any(extent["num_rows"] for extent in job.source.extents.values()):
-            raise InputError(f"the input has no rows: {', '.join(config.inputs)}")
-    plan, source = job.estimate(lengths, device_memory_bytes, covers_all_rows=True, must_fit=True, **not_run)
-    return PlanReport(
-        plan.to_dict(),
-        opened.spec.to_dict(),
-        opened.config.to_dict(),
-        config.sampling.max_tokens,
-        source,
-        [s.name if s.path is None else str(s.path) for s in sources],
-    )
+        yield prepare(config, opened, sources, stats, planning=True)
+
+
+def with_block_size(config: JobConfig, progress: Progress, stopper: Stopper) -> JobConfig:
+    """Read a job's rows once and return it with the block size that suits them.
+
+    Raises:
+        UsageError: the rows come from stdin, which can't be read twice.
+    """
+    from .engine.opened import open_model
+    from .jobs.planning import read_rows, suited_block_size
+
+    if "-" in config.inputs:
+        raise UsageError("--block-size auto reads the input twice, which stdin can't be")
+    opened = open_model(config.engine, planning=True, chat_template=config.chat_template)
+    with opened_job(config, opened, RunStats(), stopper) as job:
+        rows, _ = read_rows(job, progress)
+        with contextlib.closing(rows):
+            size = suited_block_size(opened, config, rows)
+    progress.note(f"blocks of {size} tokens suit these rows (--block-size auto)")
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, block_size=size))
+
+
+def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
+    """See `jobs.planning.tune`."""
+    from .jobs.planning import tune as measure
+
+    threads.prepare()
+    return measure(config, progress)
 
 
 def read_block_map(path: str) -> Any:

@@ -166,7 +166,9 @@ class LLM:
 
         self._engine.stats = self.stats = RunStats()
         with tqdm(total=sum(r.params.n for r in requests), desc="Processed prompts", disable=not use_tqdm) as bar:
-            self._engine.generate(requests, self._engine.plan(RequestLengths(requests)), on_finished=on_finished, on_error=on_error)
+            self._engine.generate(
+                requests, self._engine.plan(RequestLengths(requests)), on_finished=on_finished, on_error=on_error
+            )
 
 
 def _as_columns(prompt: Any) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_the_second_call_is_not_charged_for_the_firsts_pool(tiny_model, monkeypa
     size = 64 * 2**20
 
     def device(name):
-        held = llm._engine._runner._cache
+        held = llm._engine.runner._cache
         pool = held.kv.numel() * held.kv.element_size() if held is not None else 0
         return memory.DeviceMemory(base + size, size - pool, "test")
 
@@ -87,7 +87,7 @@ def test_the_second_call_is_not_charged_for_the_firsts_pool(tiny_model, monkeypa
         llm.generate(["a" * 300] * 200, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
         totals.append(llm.stats.blocks.total)
     assert totals[0] == totals[1] > 0
-    assert llm._engine._runner._cache is None
+    assert llm._engine.runner._cache is None
 
 
 def test_samples_are_the_outputs_of_one_request(llm):

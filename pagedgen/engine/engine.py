@@ -50,7 +50,7 @@ class Engine:
                 config.device,
                 row_invariant=config.device == "cpu",
             )
-        self._runner = ModelRunner(
+        self.runner = ModelRunner(
             model,
             spec,
             device=config.device,
@@ -65,14 +65,14 @@ class Engine:
         params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)
         probe = Sequence(Request(0, [0], params, 1, frozenset(), 0))
         with self.stats.timed("warm_up"), _out_of_memory_is_told("the largest step"):
-            self._activation_peak_bytes = self._runner.warm_up(
+            self._activation_peak_bytes = self.runner.warm_up(
                 max_num_batched_tokens=self._max_num_batched_tokens,
                 max_num_seqs=self._max_num_seqs,
                 sample=lambda logits: self._sampler(logits[:ROWS_AT_ONCE], [probe] * min(len(logits), ROWS_AT_ONCE)),
             )
 
     def plan(self, lengths: RequestLengths, *, covers_all_rows: bool = True, must_fit: bool = True, **not_run: int) -> Plan:
-        """Plan rows of these lengths on what memory is free now; `not_run` counts rows that ended before (see `planner.plan_job`).
+        """Plan rows of these lengths on what memory is free now; `not_run` counts rows that ended before (`planner.plan_job`).
 
         Raises:
             MemoryPlanError: not even one row fits.
@@ -117,7 +117,7 @@ class Engine:
         blocks, scheduler = make_scheduler(config, plan.num_blocks, host_blocks, disk_blocks)
         stats.blocks.total, stats.blocks.block_size = blocks.num_blocks, config.block_size
         with _out_of_memory_is_told(f"a KV pool of {blocks.num_blocks} blocks"):
-            self._runner.allocate_cache(
+            self.runner.allocate_cache(
                 blocks.num_blocks, host_blocks=host_blocks, disk_blocks=disk_blocks, disk_path=config.disk_swap_path
             )
         feed: Feed = ListFeed(requests) if isinstance(requests, Iterable) else requests
@@ -129,7 +129,7 @@ class Engine:
                 finished = Generation(
                     feed=feed,
                     longest_first=config.sort == "length",
-                    runner=self._runner,
+                    runner=self.runner,
                     sampler=self._sampler,
                     stops=StopChecker(self.opened.tokenizer),
                     scheduler=scheduler,
@@ -145,7 +145,7 @@ class Engine:
                 blocks.audit([])
             return finished
         finally:
-            self._runner.release_cache()  # the next call plans with this memory
+            self.runner.release_cache()  # the next call plans with this memory
             if planned is not None:
                 planned.close()
 
@@ -153,7 +153,7 @@ class Engine:
         """Return the host and disk blocks to use: those of tiers that give a block back sooner than it is computed again."""
         config, sizes = self.opened.config, []
         assert config.block_size
-        recompute_s = config.block_size * self._runner.prefill_s_per_token
+        recompute_s = config.block_size * self.runner.prefill_s_per_token
         for tier, num_blocks in ((Tier.HOST, plan.host_blocks), (Tier.DISK, plan.disk_blocks)):
             if num_blocks:
                 if tier not in self._round_trip_s:
@@ -177,7 +177,7 @@ class Engine:
     def _measure_tier(self, tier: Tier, on_note: Callable[[str], None]) -> float:
         """Return the seconds a block takes to a tier and back; infinity where the disk fails already."""
         try:
-            return self._runner.round_trip_s(tier, self.opened.config.disk_swap_path)
+            return self.runner.round_trip_s(tier, self.opened.config.disk_swap_path)
         except OSError as error:
             on_note(f"the disk swap space failed while it was measured: {error}")
             return float("inf")

@@ -37,7 +37,7 @@ class RowSpool:
         """Return a request that was put away."""
         start, end = self._offsets[number], self._offsets[number + 1]
         self._file.seek(start)
-        request: Request = pickle.loads(self._file.read(end - start))  # noqa: S301
+        request: Request = pickle.loads(self._file.read(end - start))
         return request
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class PlannedFeed:
         self._inner = inner
         self._tree: PrefixTree | None = PrefixTree(block_size)
         self._spool = RowSpool(directory)
-        self._order: Any = None
+        self.order: Any = None  # (num_rows,) numbers of rows as they were read, once all were
         self._next = 0
         self.lengths = RequestLengths()
         self.sharing: Sharing | None = None  # known when all rows were read
@@ -79,14 +79,18 @@ class PlannedFeed:
 
     def take(self, *, wait: bool) -> list[Request]:
         """See `engine.feed.Feed`: nothing before the last row was read."""
-        if self._order is None:
+        if self.order is None:
             self._take_in(self._inner.take(wait=wait))
             if not self._inner.exhausted:
                 return []
             self._plan()
-        numbers = self._order[self._next : self._next + _ROWS_AT_ONCE].tolist()
+        numbers = self.order[self._next : self._next + _ROWS_AT_ONCE].tolist()
         self._next += len(numbers)
-        return [self._spool.get(number) for number in numbers]
+        return [self.request(number) for number in numbers]
+
+    def request(self, number: int) -> Request:
+        """Return a row by its place among those that were read."""
+        return self._spool.get(number)
 
     def _take_in(self, requests: list[Request]) -> None:
         assert self._tree is not None
@@ -97,7 +101,7 @@ class PlannedFeed:
 
     def _plan(self) -> None:
         if self._tree is not None:
-            self._order, _, self.sharing = self._tree.plan()
+            self.order, _, self.sharing = self._tree.plan()
             self._tree = None  # its tokens are in the rows as well
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..kernels.compiled import import_compiled
 
+BLOCK_SIZES = (8, 16, 32, 64)  # that are compared
 _BATCH_TOKENS = 1 << 16  # inserted at once
 _ROW_SLACK = 1 << 10
 
@@ -32,6 +33,7 @@ class Sharing:
     attainable_tokens: int  # prompt tokens that needn't be computed when every common block is computed once
     group_sizes: np.ndarray  # (num_groups,) rows, largest first
     group_tokens: np.ndarray  # (num_groups,) tokens their rows have in common
+    attainable_by_block_size: dict[int, int]  # attainable_tokens with blocks of other sizes
 
 
 class PrefixTree:
@@ -127,20 +129,20 @@ class PrefixTree:
             num_grouped_rows=int(grouped.sum()),
             prompt_tokens=int(prompt_lens.sum(dtype=np.int64)),
             distinct_tokens=int(lengths.sum(dtype=np.int64)),
-            attainable_tokens=self._attainable(parents, depths, users),
+            attainable_tokens=self._attainable(parents, depths, users, size),
+            attainable_by_block_size={s: self._attainable(parents, depths, users, s) for s in BLOCK_SIZES},
             group_sizes=users[groups][np.argsort(-users[groups], kind="stable")],
             group_tokens=(depths[groups] // size * size)[np.argsort(-users[groups], kind="stable")],
         )
         order = self._order(groups, row_group, group_of, parents, preorder, weights)
         return order, shared_blocks, sharing
 
-    def _attainable(self, parents: np.ndarray, depths: np.ndarray, users: np.ndarray) -> int:
+    def _attainable(self, parents: np.ndarray, depths: np.ndarray, users: np.ndarray, size: int) -> int:
         """Return the tokens of all blocks that rows look for, less those that must be computed for it: each distinct one once.
 
         A row doesn't look for a block that ends with its last token: that token's logits are needed. It computes the block all
         the same, so where it comes first no other row has to.
         """
-        size = self._block_size
         above = np.where(parents >= 0, depths[parents], 0)
         full = depths // size - above // size  # blocks that end within the node's edge
         saved = full.astype(np.int64) * (users - 1)

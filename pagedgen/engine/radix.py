@@ -131,10 +131,10 @@ def find_groups(parents, depths, users, preorder, block_size, groups):
 @locked
 @njit(cache=True, nogil=True, boundscheck=False)
 def walk(parents_of_items, items, num_rows, order):
-    """Depth first through groups: items are sorted by parent and then as they are to come; rows are ids below num_rows.
+    """Depth first through groups: items are sorted by parent, then as they are to come; rows are ids below num_rows.
 
-    parents_of_items (M,) and items (M,): the parent of each (0: none, else 1 + the group's number) and the item itself, a row or
-    num_rows + the group's number. order (num_rows,) is filled.
+    parents_of_items (M,) and items (M,): the parent of each (0: none, else 1 + the group's number) and the item itself, a row
+    or num_rows + the group's number. order (num_rows,) is filled.
     """
     num_parents = 1
     for i in range(items.shape[0]):

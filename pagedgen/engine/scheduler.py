@@ -62,9 +62,9 @@ class Scheduler:
         keeps_prefixes: bool = False,
         admission: Admission | None = None,
     ):
-        """`watermark`: share of the pool kept free at admission, so that running rows can grow before anyone is preempted.
-        `keeps_prefixes`: no row is admitted in the place of blocks that others will look for. For rows that come group by group:
-        in any other order there may be too many such blocks.
+        """`watermark`: share of the pool kept free at admission, so that running rows can grow before any is preempted.
+        `keeps_prefixes`: no row is admitted in the place of blocks that others will look for. For rows that come group by
+        group: in any other order there may be too many such blocks.
         """
         assert max_num_batched_tokens >= max_num_seqs
         self._blocks = block_manager

@@ -59,9 +59,7 @@ def simulate(
     used_before_drain = live_before_drain = rows_in_flight = 0
     every = 1
     while True:
-        while (
-            not feed.exhausted and scheduler.num_waiting < LOOKAHEAD_ROWS and scheduler.num_waiting_tokens < LOOKAHEAD_TOKENS
-        ):
+        while not feed.exhausted and scheduler.num_waiting < LOOKAHEAD_ROWS and scheduler.num_waiting_tokens < LOOKAHEAD_TOKENS:
             for request in feed.take(wait=True):
                 scheduler.add(Sequence(request))
         if not scheduler.has_unfinished:
@@ -76,9 +74,7 @@ def simulate(
         run.peak_blocks = max(run.peak_blocks, used)
         rows_in_flight += len(scheduler.running)
         run.computed_tokens += sum(step.num_scheduled_tokens)
-        sampled = [
-            s for s, n in zip(step.sequences, step.num_scheduled_tokens, strict=True) if n == s.num_uncomputed_tokens
-        ]
+        sampled = [s for s, n in zip(step.sequences, step.num_scheduled_tokens, strict=True) if n == s.num_uncomputed_tokens]
         if cost is not None:
             run.seconds += cost.step_s(step, sum(1 + s.num_pending_samples for s in sampled))
         if run.steps % every == 0:

@@ -25,7 +25,7 @@ from .output import write_output
 from .reader import Group
 from .report import JobReport, Progress
 from .resume import stats_path
-from .setup import Job
+from .setup import Job, estimate_plan
 
 
 class Run:
@@ -170,7 +170,7 @@ class Run:
         # That no row fits is a row error where others fitted, now or in an earlier run or another shard.
         all_rows = feed.at_end and not self._num_before and config.shard is None
         how: dict[str, Any] = {"covers_all_rows": feed.at_end, "must_fit": all_rows, **self._not_run}
-        self._job.estimate(lengths, None, **how)
+        estimate_plan(opened, lengths, **how)
         progress.phase(f"loading {config.engine.model} ({opened.spec.dtype}, {opened.config.device})")
         from ..engine.engine import Engine
 

@@ -61,39 +61,46 @@ class Job:
             stored=stored,
         )
 
-    def estimate(
-        self, lengths: Any, device_memory_bytes: int | None, *, covers_all_rows: bool, must_fit: bool, **not_run: Any
-    ) -> tuple[Any, str]:
-        """Plan before the weights are loaded; return the plan and where the memory's size comes from.
 
-        Raises:
-            MemoryPlanError: the pool can't hold one row.
-        """
-        from ..engine import memory
-        from ..engine.planner import estimate_activation_bytes, plan_requests
+def estimate_plan(
+    opened: Any,
+    lengths: Any,
+    *,
+    device_memory_bytes: int | None = None,
+    covers_all_rows: bool = True,
+    must_fit: bool = True,
+    **not_run: Any,
+) -> tuple[Any, str]:
+    """Plan before the weights are loaded; return the plan and where the memory's size comes from.
 
-        config, spec = self.opened.config, self.opened.spec
-        activation = estimate_activation_bytes(
-            spec, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs
-        )
-        if device_memory_bytes is not None:
-            device = memory.DeviceMemory(device_memory_bytes, device_memory_bytes, "given")
-        else:
-            device = memory.device_memory(config.device)
-        weights = spec.weights_bytes + (spec.tied_head_bytes if config.device == "cpu" else 0)
-        plan = plan_requests(
-            lengths,
-            spec,
-            config,
-            device=device,
-            own_bytes=0,
-            pending_bytes=weights + activation,
-            activation_peak_bytes=activation,
-            covers_all_rows=covers_all_rows,
-            must_fit=must_fit,
-            **not_run,
-        )
-        return plan, device.source
+    Raises:
+        MemoryPlanError: the pool can't hold one row.
+    """
+    from ..engine import memory
+    from ..engine.planner import estimate_activation_bytes, plan_requests
+
+    config, spec = opened.config, opened.spec
+    activation = estimate_activation_bytes(
+        spec, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs
+    )
+    if device_memory_bytes is not None:
+        device = memory.DeviceMemory(device_memory_bytes, device_memory_bytes, "given")
+    else:
+        device = memory.device_memory(config.device)
+    weights = spec.weights_bytes + (spec.tied_head_bytes if config.device == "cpu" else 0)
+    plan = plan_requests(
+        lengths,
+        spec,
+        config,
+        device=device,
+        own_bytes=0,
+        pending_bytes=weights + activation,
+        activation_peak_bytes=activation,
+        covers_all_rows=covers_all_rows,
+        must_fit=must_fit,
+        **not_run,
+    )
+    return plan, device.source
 
 
 def prepare(config: JobConfig, opened: Any, sources: list[Source], stats: RunStats, *, planning: bool = False) -> Job:
@@ -170,7 +177,7 @@ def _manifest(job: Job) -> dict[str, Any]:
         "engine": {
             name: getattr(engine, name) for name in ("dtype", "device", "backend", "block_size", "max_model_len", "seed")
         },
-        "gpu": _device_name(engine.device),
+        "gpu": device_name(engine.device),
         "sampling": asdict(config.sampling),
         "prompts": {
             **asdict(config.prompts),
@@ -204,13 +211,13 @@ def _versions(device: str) -> dict[str, str]:
     return {"pagedgen": __version__, **{name: version(name) for name in names}}
 
 
-def _device_name(device: str) -> str | None:
+def device_name(device: str) -> str | None:
     """Return the GPU's name: another one runs other kernels. (A CPU's is noted apart: see `cpu_name`.)"""
     if device != "cuda":
         return None
     import torch
 
-    return torch.cuda.get_device_name()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "a GPU that is not here"
 
 
 def _model_identity(opened: Any) -> dict[str, Any]:

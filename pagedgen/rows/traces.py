@@ -1,8 +1,8 @@
 """Request traces: the lengths of real prompts and answers, and what prompts have in common, without their text.
 
-CSV with columns `ContextTokens` and `GeneratedTokens`, or `input_length` and `output_length` (Azure's traces); JSON lines with
-`input_length`, `output_length` and, where known, `hash_ids`: one number for each 512 tokens, equal where all up to there is equal
-(Mooncake's).
+CSV with columns `ContextTokens` and `GeneratedTokens`, or `input_length` and `output_length` (Azure's traces); JSON lines
+with `input_length`, `output_length` and, where known, `hash_ids`: one number for each 512 tokens, equal where all up to there
+is equal (Mooncake's).
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class TracePrompt(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        found = np.asarray(self)[index].tolist()
-        return found  # type: ignore[no-any-return]
+        return np.asarray(self)[index].tolist()
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> Iterator[tuple[TracePrompt, int]]:
@@ -82,4 +81,6 @@ def _lengths(row: Any, where: str) -> tuple[int, int]:
             continue
         if given >= 1 and made >= 0:
             return given, made
-    raise InputError(f"{where}: no lengths; a row needs input_length >= 1 and output_length (or ContextTokens, GeneratedTokens)")
+    raise InputError(
+        f"{where}: no lengths; a row needs input_length >= 1 and output_length (or ContextTokens, GeneratedTokens)"
+    )

@@ -141,7 +141,7 @@ def test_an_exception_at_every_allocation(job, watched, monkeypatch):
         with pytest.raises(MemoryError, match="not now"):
             job.answer()
         assert_nothing_left(watched[-1])
-        assert job.run.engine._runner._cache is None, f"call {k}: the pool was not given back"
+        assert job.run.engine.runner._cache is None, f"call {k}: the pool was not given back"
     fault.at = None
     assert job.answer() == want
 

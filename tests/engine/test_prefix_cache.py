@@ -70,13 +70,13 @@ def test_rows_that_share_nothing_are_not_kept_waiting(tiny_model, engine_run, ma
     prompts = [*shared_prompts(make_prompts, num_groups=1), *make_prompts([9, 9], seed=7)]
     run = engine_run(tiny_model("llama"), block_size=4, sort="none")
     first = []
-    original = run.engine._runner.run
+    original = run.engine.runner.run
 
     def record(batch, tables=None):
         first.append(batch.num_tokens)
         return original(batch, tables)
 
-    run.engine._runner.run = record
+    run.engine.runner.run = record
     run.sequences(prompts, PARAMS)
     assert first[0] == len(prompts[0]) + 18  # the leader and both strangers
     assert first[1] == 3 + sum(len(p) - 20 for p in prompts[1:5])  # then the followers, with three decodes

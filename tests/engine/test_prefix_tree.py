@@ -69,7 +69,7 @@ def test_equals_the_naive_twin(rows, size, data):
 
 def test_more_is_expected_first_within_a_group_and_among_groups():
     a, b = [1, 1], [2, 2]
-    rows = [a + [5], b + [5], a + [6], [9], b + [6], [8], a + [7]]
+    rows = [[*a, 5], [*b, 5], [*a, 6], [9], [*b, 6], [8], [*a, 7]]
     weights = [1, 9, 3, 5, 2, 1, 3]
     order, _, sharing = tree_of([(r, "") for r in rows], 2, weights).plan()
     assert order.tolist() == [1, 4, 3, 2, 6, 0, 5]

@@ -1,0 +1,160 @@
+"""Measures a machine profile: rows of random tokens through the engine itself, every step timed, and the model of `profile.py`
+fitted to them. Also what the size of a block costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from ..kernels.api import load_backend
+from ..request import Request
+from ..sampling_params import SamplingParams
+from .engine import Engine
+from .planner import RequestLengths
+from .prefix_tree import BLOCK_SIZES
+from .profile import MachineProfile
+
+DECODE_ROWS, DECODE_CONTEXT = 64, 512  # of the measurement of block sizes
+_KNOTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
+# (rows, prompt tokens, new tokens): decodes of few and many rows, at short and long contexts; prompts alone and together.
+_WORKLOADS = (
+    (1, 16, 10), (3, 20, 8), (6, 24, 8), (12, 24, 8), (24, 24, 8), (48, 16, 8), (96, 16, 8), (128, 16, 8),
+    (48, 256, 12), (8, 1024, 16), (1, 1800, 12), (24, 120, 24),
+)  # fmt: skip
+_KNEE_SHARE = 0.95
+
+
+@dataclass
+class MeasuredStep:
+    """One step: what it computed, and its seconds."""
+
+    num_tokens: int
+    context: int
+    pairs: int
+    num_sampled: int
+    seconds: float
+
+
+def measure_steps(engine: Engine, on_note: Callable[[str], None]) -> list[MeasuredStep]:
+    """Run the workloads and return every step but each one's first two."""
+    steps: list[MeasuredStep] = []
+    config = engine.opened.config
+    assert config.max_model_len and config.max_num_seqs
+    rng = np.random.default_rng(0)
+    for rows, prompt, new in _WORKLOADS:
+        prompt = min(prompt, config.max_model_len - new)
+        if rows > config.max_num_seqs or prompt < 1:
+            continue
+        on_note(f"{rows} rows of {prompt} + {new} tokens")
+        params = SamplingParams(max_tokens=new, ignore_eos=True)
+        ids = rng.integers(0, engine.opened.num_token_ids, (rows, prompt))
+        requests = [Request(i, row.tolist(), params, new, frozenset(), 0) for i, row in enumerate(ids)]
+        steps += _timed_steps(engine, requests)[1:]
+    return steps
+
+
+def _timed_steps(engine: Engine, requests: list[Request]) -> list[MeasuredStep]:
+    measured: list[MeasuredStep] = []
+    runner = engine.runner
+    run = runner.run
+    last: list[float] = []
+
+    def timed_run(batch, tables=None):  # type: ignore[no-untyped-def]
+        q_lens = np.diff(batch.cu_seqlens_q).astype(np.int64)
+        starts = batch.seq_lens_kv - q_lens
+        decodes = batch.num_decodes
+        pairs = q_lens[decodes:] * starts[decodes:] + q_lens[decodes:] * (q_lens[decodes:] + 1) // 2
+        context = int(batch.seq_lens_kv[:decodes].sum())
+        measured.append(MeasuredStep(batch.num_tokens, context, int(pairs.sum()), len(batch.sample_rows), 0.0))
+        return run(batch, tables)
+
+    def on_step(report):  # type: ignore[no-untyped-def]
+        now = perf_counter()
+        if last:
+            measured[-1].seconds = now - last[-1]
+        last[:] = [now]
+
+    runner.run = timed_run  # type: ignore[method-assign]
+    try:
+        plan = engine.plan(RequestLengths(requests))
+        engine.generate(requests, plan, on_finished=lambda s: None, on_error=lambda r, i, e: None, on_step=on_step)
+    finally:
+        del runner.run
+    return measured[1:]  # the first has no step before it to count from
+
+
+def fit_profile(steps: list[MeasuredStep], machine: str, start_s: float) -> MachineProfile:
+    """Fit the step model: of each shape of step the median, weighted so that relative errors count."""
+    shapes: dict[tuple[int, int, int], list[MeasuredStep]] = {}
+    for step in steps:
+        shapes.setdefault((step.num_tokens, step.context // 256, step.pairs), []).append(step)
+    rows = [(alike[0], median(s.seconds for s in alike)) for alike in shapes.values()]
+    most = max(s.num_tokens for s, _ in rows)
+    knots = [k for k in _KNOTS if k < most] + [most]
+    seen = [k for k in knots if any(0.6 * k <= s.num_tokens <= 1.7 * k for s, _ in rows)]
+    design = np.array([[*_hats(s.num_tokens, seen), s.context, s.pairs, s.num_sampled] for s, _ in rows], np.float64)
+    seconds = np.array([s for _, s in rows])
+    solution = _nonnegative_least_squares(design / seconds[:, None], np.ones(len(rows)))
+    table = np.maximum.accumulate(solution[: len(seen)])
+    predicted = design @ np.concatenate([table, solution[len(seen) :]])
+    by_token = {k: k / t for k, t in zip(seen, table, strict=True) if t > 0}
+    knee = next((k for k in seen if by_token.get(k, 0) >= _KNEE_SHARE * max(by_token.values())), most)
+    return MachineProfile(
+        machine=machine,
+        tokens=[int(k) for k in seen],
+        table_s=[float(t) for t in table],
+        decode_s_per_token=float(solution[-3]),
+        prefill_s_per_pair=float(solution[-2]),
+        sample_s_per_row=float(solution[-1]),
+        start_s=start_s,
+        max_num_batched_tokens=int(knee),
+        fit_error=float(np.mean(np.abs(predicted - seconds) / seconds)),
+    )
+
+
+def _hats(x: int, knots: list[int]) -> np.ndarray:
+    """Return the weights of the knots in linear interpolation at x."""
+    return np.array([np.interp(x, knots, row) for row in np.eye(len(knots))])
+
+
+def _nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Minimize |a x - b| with x >= 0, by leaving out what would be negative, one by one."""
+    scale = np.maximum(np.abs(a).max(axis=0), 1e-30)
+    kept = list(range(a.shape[1]))
+    while True:
+        x = np.zeros(a.shape[1])
+        x[kept] = np.linalg.lstsq(a[:, kept] / scale[kept], b, rcond=1e-9)[0] / scale[kept]
+        if (x[kept] >= 0).all():
+            return x
+        kept.remove(min(kept, key=lambda i: x[i] * scale[i]))
+
+
+def measure_block_sizes(engine: Engine, repeats: int = 7) -> dict[str, float]:
+    """Return the seconds that one decode step's attention takes in all layers, by block size (64 rows of 512 tokens)."""
+    spec, config = engine.opened.spec, engine.opened.config
+    backend = load_backend(config.backend)
+    dtype, device = getattr(torch, spec.dtype), torch.device(config.device)
+    result = {}
+    for size in BLOCK_SIZES:
+        blocks = DECODE_ROWS * DECODE_CONTEXT // size
+        shape = (blocks, spec.num_kv_heads, spec.head_dim, size) if backend.KEY_TRANSPOSED else None
+        value = torch.zeros((blocks, spec.num_kv_heads, size, spec.head_dim), dtype=dtype, device=device)
+        key = torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3) if shape else torch.zeros_like(value)
+        tables = torch.randperm(blocks, dtype=torch.int32).reshape(DECODE_ROWS, -1).to(device)
+        lengths = torch.full((DECODE_ROWS,), DECODE_CONTEXT, dtype=torch.int32, device=device)
+        query = torch.zeros((DECODE_ROWS, spec.num_heads, spec.head_dim), dtype=dtype, device=device)
+        out = torch.empty_like(query)
+        times = []
+        for _ in range(repeats + 2):
+            start = perf_counter()
+            backend.paged_decode(query, key, value, tables, lengths, out, scale=1.0)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(perf_counter() - start)
+        result[str(size)] = median(times[2:]) * spec.num_layers
+    return result

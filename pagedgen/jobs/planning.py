@@ -1,0 +1,203 @@
+"""What `pagedgen plan` and `pagedgen tune` do: a job's needs and its run foretold, from a measured machine profile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ..config import EngineConfig, JobConfig
+from ..errors import InputError, OutputError
+from ..request import Request
+from ..rows.traces import read_trace
+from ..stats import RunStats
+from .report import PlanReport, Progress
+from .setup import Job, cpu_name, device_name
+
+
+class _GroupFeed:
+    """All rows of a reader (`engine.feed.Feed`); counts those that end before the engine."""
+
+    def __init__(self, groups: Iterator[Any]):
+        self._groups = groups
+        self.exhausted = False
+        self.not_run: Counter[str] = Counter()
+
+    def take(self, *, wait: bool) -> list[Request]:
+        group = next(self._groups, None)
+        if group is None:
+            self.exhausted = True
+            return []
+        self.not_run += group.not_run()
+        requests: list[Request] = group.requests
+        return requests
+
+
+def stored_profile(opened: Any) -> Any:
+    """Return the profile that `tune` stored for a model on this machine, or None."""
+    from ..engine.profile import load_profile
+
+    return load_profile(_path(opened))
+
+
+def _path(opened: Any) -> Any:
+    from ..engine.profile import profile_path
+    from ..model.demo import cache_root
+
+    return profile_path(cache_root(), opened.spec, opened.config, _machine(opened.config.device))
+
+
+def _machine(device: str) -> str:
+    return device_name(device) or cpu_name()
+
+
+def read_rows(job: Job, progress: Progress) -> tuple[Any, Counter[str]]:
+    """Read all rows of a job; return them as an `engine.order.PlannedFeed`, to be closed, and what didn't get there."""
+    from ..engine.order import PlannedFeed
+
+    progress.phase("reading prompts")
+    feed = _GroupFeed(job.reader().groups())
+    rows = PlannedFeed(feed, job.opened.config.block_size)
+    try:
+        rows.read(lambda: False)
+    except BaseException:
+        rows.close()
+        raise
+    if job.source.schema() is None and not any(extent["num_rows"] for extent in job.source.extents.values()):
+        rows.close()
+        raise InputError(f"the input has no rows: {', '.join(job.config.inputs)}")
+    return rows, feed.not_run
+
+
+def trace_rows(opened: Any, path: str, config: JobConfig) -> tuple[Any, dict[int, int]]:
+    """Read a trace's rows as prompts of made-up tokens; return them, and each row's output length.
+
+    Raises:
+        InputError: it can't be read or has no rows.
+    """
+    from ..engine.feed import ListFeed
+    from ..engine.order import PlannedFeed
+
+    requests, outputs = [], {}
+    for index, (prompt, made) in enumerate(read_trace(path, config.limit)):
+        outputs[index] = max(1, made)
+        params = replace(config.sampling, max_tokens=max(config.sampling.max_tokens, outputs[index]))
+        requests.append(Request(index, prompt, params, params.max_tokens, frozenset({0}), 0))
+    if not requests:
+        raise InputError(f"{path}: the trace has no rows")
+    rows = PlannedFeed(ListFeed(requests), opened.config.block_size)
+    rows.read(lambda: False)
+    return rows, outputs
+
+
+def report(
+    opened: Any,
+    config: JobConfig,
+    estimate: Callable[[Any], tuple[Any, str]],
+    rows: Any,
+    lengths: Callable[[Request, int], int],
+    *,
+    files: list[str],
+    stats: RunStats,
+    progress: Progress,
+) -> PlanReport:
+    """Foretell a job whose rows were read; `estimate` makes the plan from their lengths (`setup.estimate_plan`)."""
+    from ..engine.forecast import block_size_costs, forecast, histogram, recommend_block_size, warnings
+
+    read_s = perf_counter() - stats.started
+    plan, source = estimate(rows.lengths)
+    profile = stored_profile(opened)
+    progress.phase("simulating the run")
+    engine = opened.config
+    told = forecast(rows, engine, plan.num_blocks, profile, lengths)
+    columns = rows.lengths.arrays()
+    prompt_lens = columns["prompt_lens"]
+    outputs = np.minimum(columns["max_tokens"], _output_lens(rows, lengths))
+    costs = block_size_costs(prompt_lens, outputs, rows.sharing, profile)
+    what_if = []
+    most = plan.peak_blocks_needed
+    for name, factor in (("half the memory for K/V", 0.5), ("twice the memory for K/V, or 8-bit K/V", 2.0)):
+        num_blocks = max(1, int(plan.max_block_num * factor))
+        if num_blocks >= most and plan.num_blocks >= most:
+            continue  # the job has all it can use either way
+        largest = max(rows.request(i).max_kv_tokens for i in range(len(rows))) if factor < 1 else 0
+        if num_blocks * plan.block_size >= largest:
+            other = forecast(rows, engine, min(num_blocks, max(most, 1)), profile, lengths)
+            what_if.append({"what": name, "num_blocks": num_blocks, **asdict(other)})
+    details = asdict(told)
+    details["wall_s"] = None if told.generate_s is None else told.generate_s + profile.start_s + read_s
+    sharing = asdict(rows.sharing)
+    sharing["group_sizes"] = sharing["group_sizes"][:10].tolist()
+    sharing["group_tokens"] = sharing["group_tokens"][:10].tolist()
+    return PlanReport(
+        plan.to_dict(),
+        opened.spec.to_dict(),
+        engine.to_dict(),
+        config.sampling.max_tokens,
+        source,
+        files,
+        forecast=details,
+        sharing=sharing,
+        block_sizes=[asdict(c) for c in costs],
+        recommended_block_size=recommend_block_size(costs),
+        prompt_lengths=histogram(prompt_lens),
+        what_if=what_if,
+        warnings=warnings(opened.spec, plan, prompt_lens, outputs, told),
+        profile=None if profile is None else asdict(profile),
+    )
+
+
+def assumed_lengths(config: JobConfig) -> Callable[[Request, int], int]:
+    """Return how long rows are taken to get: as long as they may, or --assume-output-tokens where they may end earlier."""
+    from ..engine.output_lengths import has_exact_length
+
+    assumed = config.assume_output_tokens
+    return lambda request, _: request.max_tokens if assumed is None or has_exact_length(request) else assumed
+
+
+def suited_block_size(opened: Any, config: JobConfig, rows: Any) -> int:
+    """Return the block size to recommend for rows that were read."""
+    from ..engine.forecast import block_size_costs, recommend_block_size
+
+    columns = rows.lengths.arrays()
+    if not len(rows):
+        return int(opened.config.block_size)
+    outputs = np.minimum(columns["max_tokens"], _output_lens(rows, assumed_lengths(config)))
+    return recommend_block_size(block_size_costs(columns["prompt_lens"], outputs, rows.sharing, stored_profile(opened)))
+
+
+def _output_lens(rows: Any, lengths: Callable[[Request, int], int]) -> np.ndarray:
+    return np.array([lengths(rows.request(i), 0) for i in range(len(rows))], dtype=np.int64)
+
+
+def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
+    """Measure this machine with a model and store the profile; return it and its path.
+
+    Raises:
+        OutputError: it can't be stored.
+    """
+    from ..engine.engine import Engine
+    from ..engine.opened import open_model
+    from ..engine.profile import save_profile
+    from ..engine.tuning import fit_profile, measure_block_sizes, measure_steps
+
+    stats = RunStats()
+    progress.phase("opening the model")
+    opened = open_model(config)
+    progress.phase(f"loading {config.model} ({opened.spec.dtype}, {opened.config.device})")
+    engine = Engine(opened, stats)
+    start_s = perf_counter() - stats.started
+    progress.phase("measuring steps")
+    profile = fit_profile(measure_steps(engine, progress.note), _machine(opened.config.device), start_s)
+    progress.phase("measuring block sizes")
+    profile.decode_s_by_block_size = measure_block_sizes(engine)
+    path = _path(opened)
+    try:
+        save_profile(path, profile)
+    except OSError as error:
+        raise OutputError(f"{path}: the profile can't be written: {error.strerror} (errno {error.errno})") from error
+    return profile, str(path)
