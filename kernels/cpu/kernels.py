@@ -17,6 +17,7 @@ from numba import njit, prange
 
 from .cache import locked
 from .simd import (
+    NUM_SUMS,
     copy_element,
     hmax,
     hsum,
@@ -75,12 +76,17 @@ _softmax_row_4 = _make_softmax_row(4)
 
 @njit(boundscheck=False, error_model="numpy")
 def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size):
-    """All scores of a tile, by columns of two vectors, one, or (for small blocks) a narrow one."""
+    """All scores of a tile, by columns of two vectors, one, or (for small blocks) a narrow one.
+
+    Where two leave no room for all rows' sums, one column serves twice as many rows with what it loads. How a tile is cut
+    changes no sum's order.
+    """
     if block_size < 16:
         for c in range(block_size // 4):
             qk_tile(q, q_row, k + c * 4 * tag.itemsize, k_row, tag, s + c * 16, s_row, depth, num_rows, 1, 4)
-    elif block_size == 16:
-        qk_tile(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, 1, 16)
+    elif block_size == 16 or (NUM_SUMS < 16 and 2 * num_rows > NUM_SUMS):
+        for c in range(block_size // 16):
+            qk_tile(q, q_row, k + c * 16 * tag.itemsize, k_row, tag, s + c * 64, s_row, depth, num_rows, 1, 16)
     else:
         for c in range(block_size // 32):
             qk_tile(q, q_row, k + c * 32 * tag.itemsize, k_row, tag, s + c * 128, s_row, depth, num_rows, 2, 16)
@@ -88,7 +94,7 @@ def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size):
 
 @njit(boundscheck=False, error_model="numpy")
 def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_rows, head_dim):
-    """Add a tile's weighted values to every row's accumulator, by columns of four vectors and then of one.
+    """Add a tile's weighted values to every row's accumulator, by columns of four or two vectors and then of one.
 
     The last vector of a head_dim that is no multiple of the width starts earlier and overlaps its neighbour; it has its own
     accumulator, so shared lanes are computed twice with the same result.
@@ -98,11 +104,18 @@ def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_ro
             vc = v + min(c * 4, head_dim - 4) * tag.itemsize
             pv_tile(p, p_row, vc, v_row, tag, acc + c * 16, acc_row, correction, num_tokens, num_rows, 1, 4)
         return
-    wide = head_dim // 64
-    for c in range(wide):
-        vc = v + c * 64 * tag.itemsize
-        pv_tile(p, p_row, vc, v_row, tag, acc + c * 256, acc_row, correction, num_tokens, num_rows, 4, 16)
-    for c in range(4 * wide, (head_dim + 15) // 16):
+    wide = 0  # vectors done
+    if NUM_SUMS >= 16 or 4 * num_rows <= NUM_SUMS:
+        for c in range(0, head_dim // 64 * 4, 4):
+            vc = v + c * 16 * tag.itemsize
+            pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, 4, 16)
+        wide = head_dim // 64 * 4
+    elif 2 * num_rows <= NUM_SUMS:
+        for c in range(0, head_dim // 32 * 2, 2):
+            vc = v + c * 16 * tag.itemsize
+            pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, 2, 16)
+        wide = head_dim // 32 * 2
+    for c in range(wide, (head_dim + 15) // 16):
         vc = v + min(c * 16, head_dim - 16) * tag.itemsize
         pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, 1, 16)
 
