@@ -8,6 +8,7 @@ interpreter computes bf16 wrongly, silently, so use fp16 or fp32 there.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -151,49 +152,34 @@ def paged_decode(
         "enable_fp_fusion": FP_FUSION,
     }
 
-    partial_max = partial_sum = partial_acc = shared_blocks = None
+    partials: tuple[torch.Tensor | None, ...] = (None, None, None)  # max, sum, acc
+    shared_blocks = None
     num_rows = num_seqs
     if num_splits > 1:
         bytes_per_row = num_heads * num_splits * (head_dim + 2) * 4
         num_rows = min(num_seqs, max(1, MAX_PARTIAL_BYTES // bytes_per_row))
         partial_max = query.new_empty((num_rows, num_heads, num_splits), dtype=torch.float32)
-        partial_sum = torch.empty_like(partial_max)
         partial_acc = query.new_empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32)
+        partials = (partial_max, torch.empty_like(partial_max), partial_acc)
 
     for first_row in range(0, num_seqs, num_rows):
         rows = slice(first_row, first_row + num_rows)
         q, o, lengths, tables = query[rows], out[rows], seq_lens_kv[rows], block_tables[rows]
         if shared is not None:
             shared_blocks = shared.row_shared_blocks[rows]
-            config = prefill_config(head_dim, group, query.element_size())
-            num_groups = shared.num_shared_blocks.shape[0]
-            num_chunks = num_seqs // (config["BLOCK_M"] // group) + num_groups
-            prefix_splits = max_num_splits(shared.max_shared_blocks * block_size, None)
-            prefix_split_kernel[(num_chunks, num_kv_heads, prefix_splits)](
+            _attend_prefixes(
                 query,
                 key_cache,
                 value_cache,
                 block_tables,
-                shared.row_bounds,
-                shared.num_shared_blocks,
+                shared,
                 sinks,
-                partial_max,
-                partial_sum,
-                partial_acc,
-                float(scale),
-                num_groups,
-                first_row,
-                first_row + q.shape[0],
+                partials,
                 num_splits,
-                *query.stride()[:2],
-                *key_cache.stride()[:3],
-                *value_cache.stride()[:3],
-                block_tables.stride(0),
-                GROUP=group,
-                ALIGNMENT=_common_alignment(query, key_cache, value_cache),
-                SOFTCAP=softcap,
-                **common,
-                **config,
+                range(num_seqs)[rows],
+                scale,
+                softcap,
+                common,
             )
         decode_split_kernel[(q.shape[0], num_kv_heads, row_splits)](
             q,
@@ -204,9 +190,7 @@ def paged_decode(
             shared_blocks,
             sinks,
             o,
-            partial_max,
-            partial_sum,
-            partial_acc,
+            *partials,
             float(scale),
             num_splits,
             *q.stride()[:2],
@@ -223,9 +207,7 @@ def paged_decode(
         )
         if num_splits > 1:
             merge_splits_kernel[(q.shape[0], num_heads)](
-                partial_max,
-                partial_sum,
-                partial_acc,
+                *partials,
                 lengths,
                 shared_blocks,
                 o,
@@ -235,6 +217,54 @@ def paged_decode(
                 CHUNK=MERGE_CHUNK,
                 **common,
             )
+
+
+def _attend_prefixes(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    shared: SharedPrefixes,
+    sinks: torch.Tensor | None,
+    partials: tuple[torch.Tensor | None, ...],
+    num_splits: int,
+    rows: range,
+    scale: float,
+    softcap: float | None,
+    common: dict[str, Any],
+) -> None:
+    """Attend to the shared blocks of all groups; write the first of the `num_splits` partials of each of `rows`."""
+    num_seqs, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    config = prefill_config(head_dim, group, query.element_size())
+    num_groups = shared.num_shared_blocks.shape[0]
+    num_chunks = num_seqs // (config["BLOCK_M"] // group) + num_groups
+    prefix_splits = max_num_splits(shared.max_shared_blocks * block_size, None)
+    prefix_split_kernel[(num_chunks, num_kv_heads, prefix_splits)](
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        shared.row_bounds,
+        shared.num_shared_blocks,
+        sinks,
+        *partials,
+        float(scale),
+        num_groups,
+        rows.start,
+        rows.stop,
+        num_splits,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_tables.stride(0),
+        GROUP=group,
+        ALIGNMENT=_common_alignment(query, key_cache, value_cache),
+        SOFTCAP=softcap,
+        **common,
+        **config,
+    )
 
 
 def copy_blocks(kv: torch.Tensor, src_block_ids: torch.Tensor, dst_block_ids: torch.Tensor) -> None:
