@@ -18,12 +18,36 @@ Offsets into the caches are 64-bit: a pool passes 2**31 elements on any large de
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     import torch
 
 BACKENDS = ("reference", "cpu", "gpu")
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Groups of consecutive rows whose block tables begin with the same full blocks: attention reads those once a group.
+
+    Every row sees all of its shared blocks: `num_shared_blocks * block_size <= seq_lens_kv`. One value serves all layers of a
+    step; layers with a sliding window ignore it. Rows 0, 1, 2 with 5 common blocks and row 3 alone:
+
+        SharedPrefixes(row_bounds=[0, 3, 4], num_shared_blocks=[5, 0], num_rows=4, max_shared_blocks=5)
+    """
+
+    row_bounds: torch.Tensor  # (G + 1,) int32: the rows of group g are row_bounds[g] : row_bounds[g + 1]; all are in one
+    num_shared_blocks: torch.Tensor  # (G,) int32: leading entries of the block tables that its rows have in common
+    # Known to the host, so that no launch has to ask the device.
+    num_rows: int  # row_bounds[-1]
+    max_shared_blocks: int  # num_shared_blocks.max()
+
+    @cached_property
+    def row_shared_blocks(self) -> torch.Tensor:
+        """Return the number of shared blocks of each row, (S,) int32."""
+        return self.num_shared_blocks.repeat_interleave(self.row_bounds.diff(), output_size=self.num_rows)
 
 
 class Backend(Protocol):
@@ -73,8 +97,12 @@ class Backend(Protocol):
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        shared: SharedPrefixes | None = None,
     ) -> None:
-        """Attention of one new token a row (query is (S, H, D)) over that row's cached context; writes `out` (S, H, D)."""
+        """Attention of one new token a row (query is (S, H, D)) over that row's cached context; writes `out` (S, H, D).
+
+        `shared` changes how often blocks are read, not what is computed. It is ignored beside `sliding_window`.
+        """
 
     def copy_blocks(self, kv: torch.Tensor, src_block_ids: torch.Tensor, dst_block_ids: torch.Tensor) -> None:
         """Copy whole blocks `kv[src] -> kv[dst]`, all layers at once. Sources and destinations must be disjoint."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from .api import SharedPrefixes
+
 KEY_TRANSPOSED = False
 
 
@@ -26,7 +28,7 @@ def write_kv(
 
 
 def _gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
-    """Return one row's first `length` cached tokens as (Hkv, length, D) fp32."""
+    """Return the first `length` cached tokens of a block table as (Hkv, length, D) fp32."""
     block_size = cache.shape[2]
     blocks = block_table[: -(-length // block_size)].long()
     tokens = cache[blocks].transpose(0, 1)  # (Hkv, blocks, block_size, D)
@@ -87,23 +89,68 @@ def paged_decode(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> None:
-    """See `api.Backend.paged_decode`: prefill with one query a row."""
-    cu_seqlens_q = torch.arange(query.shape[0] + 1, dtype=torch.int32)
-    paged_prefill(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        cu_seqlens_q,
-        seq_lens_kv,
-        out,
-        scale=scale,
-        max_seqlen_q=1,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    """See `api.Backend.paged_decode`: prefill with one query a row, or in two parts where rows share blocks.
+
+    A group's queries attend to its shared blocks together, each row then to the rest of its own; both parts and the sink
+    count by their share of the sum of exponentials.
+    """
+    if shared is None or sliding_window is not None:
+        cu_seqlens_q = torch.arange(query.shape[0] + 1, dtype=torch.int32)
+        paged_prefill(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            cu_seqlens_q,
+            seq_lens_kv,
+            out,
+            scale=scale,
+            max_seqlen_q=1,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return
+    block_size = key_cache.shape[2]
+    lengths, bounds = seq_lens_kv.tolist(), shared.row_bounds.tolist()
+    for g, num_blocks in enumerate(shared.num_shared_blocks.tolist()):
+        first, end = bounds[g], bounds[g + 1]
+        table = block_tables[first, :num_blocks]
+        prefix = _attend_blocks(query[first:end], key_cache, value_cache, table, num_blocks * block_size, scale, softcap)
+        for row in range(first, end):
+            table, length = block_tables[row, num_blocks:], lengths[row] - num_blocks * block_size
+            suffix = _attend_blocks(query[row : row + 1], key_cache, value_cache, table, length, scale, softcap)
+            parts = [(prefix[0][row - first], prefix[1][row - first]), (suffix[0][0], suffix[1][0])]
+            if sinks is not None:
+                parts.append((sinks.float(), torch.zeros_like(parts[0][1])))
+            shares = torch.softmax(torch.stack([log_sum for log_sum, _ in parts]), dim=0)
+            merged = sum(share[:, None] * part for share, (_, part) in zip(shares, parts, strict=True))
+            out[row] = merged.to(out.dtype)
+
+
+def _attend_blocks(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    length: int,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (log of the sum of exponentials (N, H), attention (N, H, D)) of N queries over a table's first `length` tokens.
+
+    They are -inf and 0 over no tokens.
+    """
+    group = query.shape[1] // key_cache.shape[1]
+    k = _gather(key_cache, block_table, length).repeat_interleave(group, dim=0)
+    v = _gather(value_cache, block_table, length).repeat_interleave(group, dim=0)
+    scores = query.transpose(0, 1).float() @ k.transpose(1, 2) * scale  # (H, N, length)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    attention = torch.softmax(scores, dim=-1) @ v
+    return torch.logsumexp(scores, dim=-1).T, attention.transpose(0, 1)
 
 
 def copy_blocks(kv: torch.Tensor, src_block_ids: torch.Tensor, dst_block_ids: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..api import SharedPrefixes
 from ..reference import copy_blocks as copy_blocks
 from . import load_kernels
 
@@ -17,6 +18,8 @@ KEY_TRANSPOSED = True
 
 # (query, head) rows handled together: enough to use a K/V tile well, few enough that scores and sums stay in the L1 cache.
 _ROWS_PER_ITEM = 32
+# Where rows share blocks, items are the larger the more blocks are read once; so many are left that threads end together.
+_ITEMS_PER_THREAD = 2
 
 _F32 = np.empty(0, np.float32)
 _TAGS = {
@@ -75,16 +78,24 @@ def paged_prefill(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> None:
-    """See `api.Backend.paged_prefill`."""
-    num_heads, head_dim = query.shape[1], query.shape[2]
+    """See `api.Backend.paged_prefill`. With `shared`, rows of one query: see `api.Backend.paged_decode`."""
+    num_rows, num_heads, head_dim = seq_lens_kv.shape[0], query.shape[1], query.shape[2]
     num_kv_heads, block_size = key_cache.shape[1], key_cache.shape[2]
     if key_cache.stride(2) != 1 or value_cache.stride(3) != 1 or query.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError("the cpu backend needs K transposed inside its block and V, query and out contiguous in head_dim")
     if head_dim < 4 or block_size < 4:
         raise ValueError(f"the cpu backend needs head_dim >= 4 and block_size >= 4, not {head_dim} and {block_size}")
     kernels, num_threads = load_kernels()
-    queries_per_item = min(max(1, _ROWS_PER_ITEM * num_kv_heads // num_heads), max(1, max_seqlen_q))
+    queries_per_item = max(1, _ROWS_PER_ITEM * num_kv_heads // num_heads)
+    if shared is None or sliding_window is not None:
+        row_bounds, num_shared_blocks = np.array([0, num_rows], np.int32), np.zeros(1, np.int32)
+        queries_per_item = min(queries_per_item, max(1, max_seqlen_q))
+    else:
+        row_bounds, num_shared_blocks = shared.row_bounds.numpy(), shared.num_shared_blocks.numpy()
+        fair = num_rows * num_kv_heads // (_ITEMS_PER_THREAD * num_threads)
+        queries_per_item = min(queries_per_item, max(1, fair))
     kernels.attend(
         query.data_ptr(),
         _byte_strides(query, 0, 1),
@@ -97,6 +108,8 @@ def paged_prefill(
         block_tables.numpy(),
         cu_seqlens_q.numpy(),
         seq_lens_kv.numpy(),
+        row_bounds,
+        num_shared_blocks,
         _F32 if sinks is None else sinks.detach().float().numpy(),
         num_heads,
         num_kv_heads,
@@ -125,8 +138,12 @@ def paged_decode(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> None:
-    """See `api.Backend.paged_decode`: the same kernel with one query a row, so that decode and prefill give the same bits."""
+    """See `api.Backend.paged_decode`: the same kernel with one query a row, so that decode and prefill give the same bits.
+
+    `shared` doesn't change a bit either: a row's arithmetic is the same whoever reads its tiles with it.
+    """
     cu_seqlens_q = torch.arange(query.shape[0] + 1, dtype=torch.int32)
     paged_prefill(
         query,
@@ -141,4 +158,5 @@ def paged_decode(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=sinks,
+        shared=shared,
     )

@@ -1,10 +1,11 @@
 """The compiled CPU kernels: paged attention for any mix of queries, and the K/V write.
 
 One attention kernel serves prefill, chunks and decode. A *work item* is one KV head of up to `queries_per_item` consecutive
-queries of a row; the GQA group's heads ride along, so that each K/V tile is read once for all of them. Each (query, head)
-walks its KV blocks from the first visible one with a running softmax (m, l, acc): tile by tile, the tokens of a tile in
-order, arithmetic fixed by the query's own position. So its bits do not depend on what else is in the batch, on how the
-prompt was chunked, on preemption, or on the number of threads.
+queries of a row, or of as many decoding rows that begin with the same blocks; the GQA group's heads ride along, so that each
+K/V tile is read once for all of them: the shared ones for all rows, then each row's own. Each (query, head) has a line in the
+buffers and walks its KV blocks from the first visible one with a running softmax (m, l, acc): tile by tile, the tokens of a
+tile in order, arithmetic fixed by the query's own position. So its bits do not depend on what else is in the batch or shares
+its blocks, on how the prompt was chunked, on preemption, or on the number of threads.
 
 Flash-style running softmax: Milakov and Gimelshein 2018 (arXiv 1805.02867).
 """
@@ -16,6 +17,7 @@ from numba import njit, prange
 
 from ..disk_cache import locked
 from .simd import (
+    NUM_SUMS,
     copy_element,
     hmax,
     hsum,
@@ -74,12 +76,17 @@ _softmax_row_4 = _make_softmax_row(4)
 
 @njit(boundscheck=False, error_model="numpy")
 def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size):
-    """All scores of a tile, by columns of two vectors, one, or (for small blocks) a narrow one."""
+    """All scores of a tile, by columns of two vectors, one, or (for small blocks) a narrow one.
+
+    Where two leave no room for all rows' sums, one column serves twice as many rows with what it loads. How a tile is cut
+    changes no sum's order.
+    """
     if block_size < 16:
         for c in range(block_size // 4):
             qk_tile(q, q_row, k + c * 4 * tag.itemsize, k_row, tag, s + c * 16, s_row, depth, num_rows, 1, 4)
-    elif block_size == 16:
-        qk_tile(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, 1, 16)
+    elif block_size == 16 or (NUM_SUMS < 16 and 2 * num_rows > NUM_SUMS):
+        for c in range(block_size // 16):
+            qk_tile(q, q_row, k + c * 16 * tag.itemsize, k_row, tag, s + c * 64, s_row, depth, num_rows, 1, 16)
     else:
         for c in range(block_size // 32):
             qk_tile(q, q_row, k + c * 32 * tag.itemsize, k_row, tag, s + c * 128, s_row, depth, num_rows, 2, 16)
@@ -87,7 +94,7 @@ def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size):
 
 @njit(boundscheck=False, error_model="numpy")
 def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_rows, head_dim):
-    """Add a tile's weighted values to every row's accumulator, by columns of four vectors and then of one.
+    """Add a tile's weighted values to every row's accumulator, by columns of four or two vectors and then of one.
 
     The last vector of a head_dim that is no multiple of the width starts earlier and overlaps its neighbour; it has its own
     accumulator, so shared lanes are computed twice with the same result.
@@ -97,11 +104,18 @@ def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_ro
             vc = v + min(c * 4, head_dim - 4) * tag.itemsize
             pv_tile(p, p_row, vc, v_row, tag, acc + c * 16, acc_row, correction, num_tokens, num_rows, 1, 4)
         return
-    wide = head_dim // 64
-    for c in range(wide):
-        vc = v + c * 64 * tag.itemsize
-        pv_tile(p, p_row, vc, v_row, tag, acc + c * 256, acc_row, correction, num_tokens, num_rows, 4, 16)
-    for c in range(4 * wide, (head_dim + 15) // 16):
+    wide = 0  # vectors done
+    if NUM_SUMS >= 16 or 4 * num_rows <= NUM_SUMS:
+        for c in range(0, head_dim // 64 * 4, 4):
+            vc = v + c * 16 * tag.itemsize
+            pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, 4, 16)
+        wide = head_dim // 64 * 4
+    elif 2 * num_rows <= NUM_SUMS:
+        for c in range(0, head_dim // 32 * 2, 2):
+            vc = v + c * 16 * tag.itemsize
+            pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, 2, 16)
+        wide = head_dim // 32 * 2
+    for c in range(wide, (head_dim + 15) // 16):
         vc = v + min(c * 16, head_dim - 16) * tag.itemsize
         pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, 1, 16)
 
@@ -135,38 +149,99 @@ def _store_output(acc, target, head_dim, inverse, tag, f32):
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _plan_items(cu_seqlens_q, seq_lens_kv, num_kv_heads, queries_per_item, window, num_threads):
+def _attend_tiles(
+    first_tile, end_tile, block_tables, row, kv_head, key_cache, key_strides, value_cache, value_strides, first_line,
+    num_queries, group, first_position, q_addr, s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window, softcap,
+    kv_tag, f32,
+):  # fmt: skip
+    """Fold the tiles [first_tile, end_tile) of a row's block table into the running softmax of `num_queries` queries.
+
+    The queries stand at `first_position` and the positions after it; their lines of the buffers, `group` a query, begin at
+    `first_line`.
+    """
+    q_row, s_row, acc_row = 4 * head_dim, 4 * block_size, 4 * ((head_dim + 15) // 16 * 16)
+    for tile in range(first_tile, end_tile):
+        base = tile * block_size
+        # Rows are query-major, so those that see any token of this tile are one range: queries past its start, and for a
+        # window those it has not left behind.
+        low_query = max(0, base - first_position)
+        high_query = num_queries
+        if window > 0:
+            high_query = min(num_queries, base + block_size - 1 + window - first_position)
+        r0, r1 = first_line + low_query * group, first_line + high_query * group
+        block = np.int64(block_tables[row, tile])
+        k = key_cache + block * key_strides[0] + kv_head * key_strides[1]
+        v = value_cache + block * value_strides[0] + kv_head * value_strides[1]
+        _scores(
+            q_addr + r0 * q_row, q_row, k, key_strides[2], kv_tag, s_addr + r0 * s_row, s_row, head_dim, r1 - r0, block_size
+        )
+        for r in range(r0, r1):
+            position = first_position + (r - first_line) // group
+            high = min(block_size, position - base + 1)
+            low = max(0, position - window + 1 - base) if window > 0 else 0
+            if block_size < 16:
+                m[r], correction[r] = _softmax_row_4(
+                    s_addr + r * s_row, block_size // 4, low, high, softcap, m[r], l_addr + r * 64, f32
+                )
+            else:
+                m[r], correction[r] = _softmax_row_16(
+                    s_addr + r * s_row, block_size // 16, low, high, softcap, m[r], l_addr + r * 64, f32
+                )
+        # Past the last query's position a slot may be unwritten (and NaN): its weight is 0, but it is not even read.
+        num_tokens = min(block_size, first_position + high_query - base)
+        _weigh(
+            s_addr + r0 * s_row, s_row, v, value_strides[2], kv_tag, acc_addr + r0 * acc_row, acc_row,
+            correction.ctypes.data + 4 * r0, num_tokens, r1 - r0, head_dim,
+        )  # fmt: skip
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _plan_items(
+    cu_seqlens_q, seq_lens_kv, row_bounds, num_shared_blocks, num_kv_heads, block_size, queries_per_item, window, num_threads
+):
     """List the work items, and cut the list into one range a thread with equal KV tokens to read.
 
-    Returns (row, kv_head, first query) per item and the ranges' bounds (num_threads + 1,).
+    Returns (row, row after the last, kv_head, first query of the row, shared blocks) per item and the ranges' bounds
+    (num_threads + 1,).
     """
-    num_rows = seq_lens_kv.shape[0]
-    num_items = 0
-    for row in range(num_rows):
+    max_items = 0
+    for row in range(seq_lens_kv.shape[0]):
         q_len = cu_seqlens_q[row + 1] - cu_seqlens_q[row]
-        num_items += (q_len + queries_per_item - 1) // queries_per_item * num_kv_heads
-    items = np.empty((num_items, 3), np.int64)
-    cost_until = np.empty(num_items + 1, np.int64)
+        max_items += (q_len + queries_per_item - 1) // queries_per_item * num_kv_heads
+    items = np.empty((max_items, 5), np.int64)
+    cost_until = np.empty(max_items + 1, np.int64)
     cost_until[0] = 0
     n = 0
-    for row in range(num_rows):
-        q_len = cu_seqlens_q[row + 1] - cu_seqlens_q[row]
-        for kv_head in range(num_kv_heads):
-            for first in range(0, q_len, queries_per_item):
-                last = min(first + queries_per_item, q_len)
-                context = seq_lens_kv[row] - q_len + last
-                if window > 0:
-                    context = min(context, window + last - first)
-                items[n, 0] = row
-                items[n, 1] = kv_head
-                items[n, 2] = first
-                cost_until[n + 1] = cost_until[n] + (last - first + 1) * (context + 16)
-                n += 1
+    for g in range(num_shared_blocks.shape[0]):
+        num_shared = num_shared_blocks[g]
+        # Rows that share blocks have one query each.
+        rows_per_item = queries_per_item if num_shared > 0 else 1
+        for row in range(row_bounds[g], row_bounds[g + 1], rows_per_item):
+            end_row = min(row + rows_per_item, row_bounds[g + 1])
+            q_len = cu_seqlens_q[end_row] - cu_seqlens_q[row]
+            for kv_head in range(num_kv_heads):
+                for first in range(0, q_len, queries_per_item):
+                    last = min(first + queries_per_item, q_len)
+                    items[n, 0] = row
+                    items[n, 1] = end_row
+                    items[n, 2] = kv_head
+                    items[n, 3] = first
+                    items[n, 4] = num_shared
+                    cost = (last - first + 1) * num_shared * block_size
+                    queries_per_row = (last - first) // (end_row - row)
+                    for r in range(row, end_row):
+                        context = seq_lens_kv[r] - q_len + last
+                        if window > 0:
+                            context = min(context, window + last - first)
+                        cost += (queries_per_row + 1) * (context - num_shared * block_size + 16)
+                    cost_until[n + 1] = cost_until[n] + cost
+                    n += 1
     bounds = np.empty(num_threads + 1, np.int64)
     bounds[0] = 0
+    middles = (cost_until[:n] + cost_until[1 : n + 1]) / 2  # a thread's range ends at the item's edge nearest to its share
     for t in range(1, num_threads):
-        bounds[t] = np.searchsorted(cost_until, cost_until[num_items] * t // num_threads)
-    bounds[num_threads] = num_items
+        bounds[t] = np.searchsorted(middles, cost_until[n] * t / num_threads)
+    bounds[num_threads] = n
     return items, bounds
 
 
@@ -184,6 +259,8 @@ def attend(
     block_tables,
     cu_seqlens_q,
     seq_lens_kv,
+    row_bounds,
+    num_shared_blocks,
     sinks,
     num_heads,
     num_kv_heads,
@@ -200,83 +277,62 @@ def attend(
 ):
     """Attention of every query over its row's cached tokens, itself included.
 
+    Rows row_bounds[g] : row_bounds[g + 1] begin with the same num_shared_blocks[g] full blocks; where that is not 0, they have
+    one query each and there is no window.
+
     query, out: addresses; strides in bytes (token, head). key_cache, value_cache: addresses; strides in bytes (block, head,
-    inner), inner being one head_dim element of K and one token of V. block_tables (S, B) int32, cu_seqlens_q (S + 1,) int32,
-    seq_lens_kv (S,) int32. window 0 and softcap 0 mean none; sinks (H,) fp32 or empty.
+    inner), inner being one head_dim element of K and one token of V. block_tables (S, B), cu_seqlens_q (S + 1,), seq_lens_kv
+    (S,), row_bounds (G + 1,), num_shared_blocks (G,) int32. window 0 and softcap 0 mean none; sinks (H,) fp32 or empty.
     """
     group = num_heads // num_kv_heads
-    items, bounds = _plan_items(cu_seqlens_q, seq_lens_kv, num_kv_heads, queries_per_item, window, num_threads)
-    max_rows = queries_per_item * group
+    items, bounds = _plan_items(
+        cu_seqlens_q, seq_lens_kv, row_bounds, num_shared_blocks, num_kv_heads, block_size, queries_per_item, window,
+        num_threads,
+    )  # fmt: skip
+    max_lines = queries_per_item * group
     acc_width = (head_dim + 15) // 16 * 16
     for thread in prange(num_threads):
-        q_buf = np.empty((max_rows, head_dim), np.float32)
-        s_buf = np.empty((max_rows, block_size), np.float32)
-        acc_buf = np.empty((max_rows, acc_width), np.float32)
-        l_buf = np.empty((max_rows, 16), np.float32)
-        m = np.empty(max_rows, np.float32)
-        correction = np.empty(max_rows, np.float32)
+        q_buf = np.empty((max_lines, head_dim), np.float32)
+        s_buf = np.empty((max_lines, block_size), np.float32)
+        acc_buf = np.empty((max_lines, acc_width), np.float32)
+        l_buf = np.empty((max_lines, 16), np.float32)
+        m = np.empty(max_lines, np.float32)
+        correction = np.empty(max_lines, np.float32)
         q_addr, s_addr, acc_addr = q_buf.ctypes.data, s_buf.ctypes.data, acc_buf.ctypes.data
-        l_addr, c_addr = l_buf.ctypes.data, correction.ctypes.data
-        q_row, s_row, acc_row = 4 * head_dim, 4 * block_size, 4 * acc_width
+        l_addr = l_buf.ctypes.data
+        q_row, acc_row = 4 * head_dim, 4 * acc_width
         for item in range(bounds[thread], bounds[thread + 1]):
-            row, kv_head, first = items[item, 0], items[item, 1], items[item, 2]
-            q_start = np.int64(cu_seqlens_q[row])
-            q_len = cu_seqlens_q[row + 1] - q_start
-            num_queries = min(queries_per_item, q_len - first)
-            first_position = seq_lens_kv[row] - q_len + first
-            num_rows = num_queries * group
-            for r in range(num_rows):
-                token, head = q_start + first + r // group, kv_head * group + r % group
+            row, end_row, kv_head, num_shared = items[item, 0], items[item, 1], items[item, 2], items[item, 4]
+            q_start = cu_seqlens_q[row] + items[item, 3]
+            num_queries = min(queries_per_item, cu_seqlens_q[end_row] - q_start)
+            num_lines = num_queries * group
+            for r in range(num_lines):
+                token, head = q_start + r // group, kv_head * group + r % group
                 source = query + token * query_strides[0] + head * query_strides[1]
                 _load_query(source, q_addr + r * q_row, head_dim, scale, q_tag, f32)
                 m[r] = -np.inf
-            acc_buf[:num_rows] = 0
-            l_buf[:num_rows] = 0
-            first_visible = max(0, first_position - window + 1) if window > 0 else 0
-            for tile in range(first_visible // block_size, (first_position + num_queries - 1) // block_size + 1):
-                base = tile * block_size
-                # Rows are query-major, so those that see any token of this tile are one range: queries past its start, and
-                # for a window those it has not left behind.
-                low_query = max(0, base - first_position)
-                high_query = num_queries
-                if window > 0:
-                    high_query = min(num_queries, base + block_size - 1 + window - first_position)
-                r0, r1 = low_query * group, high_query * group
-                block = np.int64(block_tables[row, tile])
-                k = key_cache + block * key_strides[0] + kv_head * key_strides[1]
-                v = value_cache + block * value_strides[0] + kv_head * value_strides[1]
-                _scores(
-                    q_addr + r0 * q_row,
-                    q_row,
-                    k,
-                    key_strides[2],
-                    kv_tag,
-                    s_addr + r0 * s_row,
-                    s_row,
-                    head_dim,
-                    r1 - r0,
-                    block_size,
-                )
-                for r in range(r0, r1):
-                    position = first_position + r // group
-                    high = min(block_size, position - base + 1)
-                    low = max(0, position - window + 1 - base) if window > 0 else 0
-                    if block_size < 16:
-                        m[r], correction[r] = _softmax_row_4(
-                            s_addr + r * s_row, block_size // 4, low, high, softcap, m[r], l_addr + r * 64, f32
-                        )
-                    else:
-                        m[r], correction[r] = _softmax_row_16(
-                            s_addr + r * s_row, block_size // 16, low, high, softcap, m[r], l_addr + r * 64, f32
-                        )
-                # Past the last query's position a slot may be unwritten (and NaN): its weight is 0, but it is not even read.
-                num_tokens = min(block_size, first_position + high_query - base)
-                _weigh(
-                    s_addr + r0 * s_row, s_row, v, value_strides[2], kv_tag, acc_addr + r0 * acc_row, acc_row, c_addr + 4 * r0,
-                    num_tokens, r1 - r0, head_dim,
+            acc_buf[:num_lines] = 0
+            l_buf[:num_lines] = 0
+            # Shared tiles are full and every row sees them all: there the rows' queries may pass for later ones of the first.
+            _attend_tiles(
+                0, num_shared, block_tables, row, kv_head, key_cache, key_strides, value_cache, value_strides, 0, num_queries,
+                group, seq_lens_kv[row] - 1, q_addr, s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window,
+                softcap, kv_tag, f32,
+            )  # fmt: skip
+            done = 0
+            for r in range(row, end_row):
+                left = cu_seqlens_q[r + 1] - q_start - done
+                count = min(num_queries - done, left)
+                first_position = seq_lens_kv[r] - left
+                first_visible = max(0, first_position - window + 1) if window > 0 else num_shared * block_size
+                _attend_tiles(
+                    first_visible // block_size, (first_position + count - 1) // block_size + 1, block_tables, r, kv_head,
+                    key_cache, key_strides, value_cache, value_strides, done * group, count, group, first_position, q_addr,
+                    s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window, softcap, kv_tag, f32,
                 )  # fmt: skip
-            for r in range(num_rows):
-                token, head = q_start + first + r // group, kv_head * group + r % group
+                done += count
+            for r in range(num_lines):
+                token, head = q_start + r // group, kv_head * group + r % group
                 total = hsum(load(l_addr + r * 64, f32, 16))
                 factor = np.float32(1)
                 if sinks.shape[0] > 0:

@@ -11,7 +11,7 @@ the order written here, on every machine and for any number of rows handled toge
 
 from __future__ import annotations
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
@@ -19,6 +19,10 @@ from numba.extending import intrinsic, models, register_model
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
+
+# Sums of 16 lanes that stay in registers beside what is loaded: AVX-512 has 32 registers of 16 lanes; AVX2 has 16 of 8, NEON
+# 32 of 4. More would be written to the stack and read again with every product.
+NUM_SUMS = 16 if binding.get_host_cpu_features().get("avx512f") else 6
 
 
 class Vec(types.Type):
@@ -276,7 +280,7 @@ def _accumulators(builder, vec_t, rows, cols):
 
 
 def _for_row_groups(builder, num_rows, largest, emit):
-    """Emit code that handles `num_rows` rows in groups of `largest`, then of 4, and at last of 3, 2 or 1.
+    """Emit code that handles `num_rows` rows in groups of `largest` (8 at most), then of 4, and at last of 3, 2 or 1.
 
     `emit(first_row, rows)` emits one group; the rows of a group share what they load, not what they compute, so a row's
     result doesn't depend on its group.
@@ -295,7 +299,7 @@ def _for_row_groups(builder, num_rows, largest, emit):
     if largest > 4:
         with builder.if_then(builder.icmp_signed(">=", left(), ir.Constant(_I64, 4))):
             group(4)
-    for rows in (3, 2, 1):
+    for rows in range(min(3, largest - 1), 0, -1):
         with builder.if_then(builder.icmp_signed("==", left(), ir.Constant(_I64, rows))):
             group(rows)
 
@@ -338,7 +342,7 @@ def qk_tile(typingctx, q, q_row, k, k_row, tag, scores, scores_row, depth, num_r
                     address = builder.add(line, ir.Constant(_I64, c * lanes * 4))
                     _store_narrowed(builder, address, builder.load(acc[r][c]), "float32")
 
-        _for_row_groups(builder, num_rows_, 8, emit)
+        _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // num_cols), emit)
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -388,7 +392,7 @@ def pv_tile(typingctx, p, p_row, v, v_row, tag, acc, acc_row, correction, num_to
                     address = builder.add(line, ir.Constant(_I64, c * lanes * 4))
                     _store_narrowed(builder, address, builder.load(slots[r][c]), "float32")
 
-        _for_row_groups(builder, num_rows_, 4, emit)
+        _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // num_cols), emit)
         return context.get_dummy_value()
 
     i64 = types.int64

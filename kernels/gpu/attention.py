@@ -8,13 +8,16 @@ interpreter computes bf16 wrongly, silently, so use fp16 or fp32 there.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 
+from ..api import SharedPrefixes
 from .copy import copy_blocks_kernel
 from .decode import SPLIT_SIZE, decode_config, decode_split_kernel, max_num_splits, merge_splits_kernel
 from .prefill import prefill_config, prefill_kernel
+from .prefix import prefix_split_kernel
 from .write import write_kv_kernel
 
 KEY_TRANSPOSED = False
@@ -123,47 +126,71 @@ def paged_decode(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> None:
-    """See `api.Backend.paged_decode`. The number of splits follows from the width of `block_tables`."""
+    """See `api.Backend.paged_decode`. The number of splits follows from the width of `block_tables`.
+
+    Shared blocks take a launch of their own, before; the merge sums a row's partials in the order of positions.
+    """
     num_seqs, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
     assert query.dtype == key_cache.dtype == value_cache.dtype
     _check_last_dim_contiguous(query, key_cache, value_cache, block_tables, out)
     if num_seqs == 0:
         return
-    num_splits = max_num_splits(block_tables.shape[1] * block_size, sliding_window)
-    shared = {
+    if sliding_window is not None or (shared is not None and shared.max_shared_blocks == 0):
+        shared = None
+    group = num_heads // num_kv_heads
+    row_splits = max_num_splits(block_tables.shape[1] * block_size, sliding_window)
+    num_splits = row_splits if shared is None else row_splits + 1  # one more where a prefix ends within a split
+    common = {
         "NUM_HEADS": num_heads,
         "HEAD_DIM": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
-        "SLIDING_WINDOW": sliding_window,
+        "BLOCK_SIZE": block_size,
         "SPLIT_SIZE": SPLIT_SIZE,
         "enable_fp_fusion": FP_FUSION,
     }
 
-    partial_max = partial_sum = partial_acc = None
+    partials: tuple[torch.Tensor | None, ...] = (None, None, None)  # max, sum, acc
+    shared_blocks = None
     num_rows = num_seqs
     if num_splits > 1:
         bytes_per_row = num_heads * num_splits * (head_dim + 2) * 4
         num_rows = min(num_seqs, max(1, MAX_PARTIAL_BYTES // bytes_per_row))
         partial_max = query.new_empty((num_rows, num_heads, num_splits), dtype=torch.float32)
-        partial_sum = torch.empty_like(partial_max)
         partial_acc = query.new_empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32)
+        partials = (partial_max, torch.empty_like(partial_max), partial_acc)
 
     for first_row in range(0, num_seqs, num_rows):
         rows = slice(first_row, first_row + num_rows)
         q, o, lengths, tables = query[rows], out[rows], seq_lens_kv[rows], block_tables[rows]
-        decode_split_kernel[(q.shape[0], num_kv_heads, num_splits)](
+        if shared is not None:
+            shared_blocks = shared.row_shared_blocks[rows]
+            _attend_prefixes(
+                query,
+                key_cache,
+                value_cache,
+                block_tables,
+                shared,
+                sinks,
+                partials,
+                num_splits,
+                range(num_seqs)[rows],
+                scale,
+                softcap,
+                common,
+            )
+        decode_split_kernel[(q.shape[0], num_kv_heads, row_splits)](
             q,
             key_cache,
             value_cache,
             tables,
             lengths,
+            shared_blocks,
             sinks,
             o,
-            partial_max,
-            partial_sum,
-            partial_acc,
+            *partials,
             float(scale),
             num_splits,
             *q.stride()[:2],
@@ -171,25 +198,73 @@ def paged_decode(
             *value_cache.stride()[:3],
             tables.stride(0),
             *o.stride()[:2],
-            GROUP=num_heads // num_kv_heads,
-            BLOCK_SIZE=block_size,
+            GROUP=group,
             ALIGNMENT=_common_alignment(query, key_cache, value_cache, out),
+            SLIDING_WINDOW=sliding_window,
             SOFTCAP=softcap,
-            **shared,
-            **decode_config(head_dim, num_heads // num_kv_heads, query.element_size()),
+            **common,
+            **decode_config(head_dim, group, query.element_size()),
         )
         if num_splits > 1:
             merge_splits_kernel[(q.shape[0], num_heads)](
-                partial_max,
-                partial_sum,
-                partial_acc,
+                *partials,
                 lengths,
+                shared_blocks,
                 o,
                 num_splits,
                 *o.stride()[:2],
+                SLIDING_WINDOW=sliding_window,
                 CHUNK=MERGE_CHUNK,
-                **shared,
+                **common,
             )
+
+
+def _attend_prefixes(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    shared: SharedPrefixes,
+    sinks: torch.Tensor | None,
+    partials: tuple[torch.Tensor | None, ...],
+    num_splits: int,
+    rows: range,
+    scale: float,
+    softcap: float | None,
+    common: dict[str, Any],
+) -> None:
+    """Attend to the shared blocks of all groups; write the first of the `num_splits` partials of each of `rows`."""
+    num_seqs, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    config = prefill_config(head_dim, group, query.element_size())
+    num_groups = shared.num_shared_blocks.shape[0]
+    num_chunks = num_seqs // (config["BLOCK_M"] // group) + num_groups
+    prefix_splits = max_num_splits(shared.max_shared_blocks * block_size, None)
+    prefix_split_kernel[(num_chunks, num_kv_heads, prefix_splits)](
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        shared.row_bounds,
+        shared.num_shared_blocks,
+        sinks,
+        *partials,
+        float(scale),
+        num_groups,
+        rows.start,
+        rows.stop,
+        num_splits,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_tables.stride(0),
+        GROUP=group,
+        ALIGNMENT=_common_alignment(query, key_cache, value_cache),
+        SOFTCAP=softcap,
+        **common,
+        **config,
+    )
 
 
 def copy_blocks(kv: torch.Tensor, src_block_ids: torch.Tensor, dst_block_ids: torch.Tensor) -> None:

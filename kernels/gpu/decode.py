@@ -4,6 +4,13 @@ A split is SPLIT_SIZE consecutive positions, counted from the row's first token:
 row's partial results and the order of their merge therefore depend on its own length alone, whatever else is in the
 batch. When no row of the batch can have two splits, the first kernel writes the output itself; its bits are those of
 the two-kernel way.
+
+Behind a prefix that `prefix.py` has attended to, a row's own splits begin where the prefix ends: the split in which it
+ends is cut in two. Partials of a row, P shared and L tokens in all, with SPLIT_SIZE = 512, P = 700, L = 1100:
+
+    0 [0, 512)   1 [512, 700)   |   2 [700, 1024)   3 [1024, 1100)
+
+So the bits of such a row depend on P too.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import attend_tile, initial_max_and_sum, load_block_ids, load_tile, normalize
+from .tile import attend_range, initial_max_and_sum, normalize
 
 # 512 positions of K and V weigh 60 times the fp32 partials that a group of 4 heads writes and reads again, and one row
 # of 8k tokens with 8 KV heads still makes 128 programs.
@@ -38,17 +45,27 @@ def max_num_splits(max_kv_len: int, sliding_window: int | None) -> int:
 
 
 @triton.jit
-def first_visible(seq_len, SLIDING_WINDOW: tl.constexpr):
-    """Return the first position that a row's last token sees."""
+def first_position(
+    seq_len, shared_blocks_ptr, row, BLOCK_SIZE: tl.constexpr, SLIDING_WINDOW: tl.constexpr, SPLIT_SIZE: tl.constexpr
+):
+    """Return the first position of a row's own splits, and the number of partials that its shared prefix has before them.
+
+    That is the first position behind the shared prefix, or the first that the row's last token sees; never both.
+    """
     begin = 0
+    num_prefix_splits = 0
+    if shared_blocks_ptr is not None:
+        tl.static_assert(SLIDING_WINDOW is None)
+        begin = tl.load(shared_blocks_ptr + row) * BLOCK_SIZE
+        num_prefix_splits = tl.cdiv(begin, SPLIT_SIZE)
     if SLIDING_WINDOW is not None:
         begin = tl.maximum(seq_len - SLIDING_WINDOW, 0)
-    return begin
+    return begin, num_prefix_splits
 
 
 @triton.jit(
     do_not_specialize=["num_splits", "stride_table"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_kv_ptr", "sinks_ptr"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_kv_ptr", "shared_blocks_ptr", "sinks_ptr"],
 )
 def decode_split_kernel(
     query_ptr,
@@ -56,6 +73,7 @@ def decode_split_kernel(
     value_cache_ptr,
     block_tables_ptr,
     seq_lens_kv_ptr,
+    shared_blocks_ptr,
     sinks_ptr,
     out_ptr,
     partial_max_ptr,
@@ -89,20 +107,22 @@ def decode_split_kernel(
     """The running (max, sum, acc) of `tile.py` over one split of one row, for all query heads of one KV head.
 
     query, out (S, H, D); key_cache, value_cache (num_blocks, Hkv, block_size, D); last dimensions contiguous, the other
-    strides as passed. block_tables (S, B), seq_lens_kv (S,) int32; sinks (H,) or None. partial_max, partial_sum
-    (S, H, num_splits) and partial_acc (S, H, num_splits, D) fp32, contiguous; all three None = one split, write `out`.
-    SLIDING_WINDOW and SOFTCAP may be None. ALIGNMENT divides all strides but the table's (see `load_tile`).
+    strides as passed. block_tables (S, B), seq_lens_kv (S,) int32; shared_blocks (S,) int32, the leading blocks of each
+    row that `prefix.py` attends to, or None; sinks (H,) or None. partial_max, partial_sum (S, H, num_splits) and
+    partial_acc (S, H, num_splits, D) fp32, contiguous; all three None = one split, write `out`. SLIDING_WINDOW and
+    SOFTCAP may be None. ALIGNMENT divides all strides but the table's (see `load_tile`).
 
-    Grid: (S, Hkv, num_splits). Split i of a row is the i-th that its last token sees; programs past the row's end
-    return, and the merge does not read their partials. The sink belongs to a row's first split. K and V are zero
-    outside the split's visible positions. Accumulation is fp32. Against `reference.py`: 2e-5 in fp32, 4e-3 in fp16,
-    3e-2 in bf16.
+    Grid: (S, Hkv, the most splits of its own that a row can have). Split i of a row is the i-th that its last token
+    sees, behind the shared blocks; programs past the row's end return, and the merge does not read their partials. The
+    sink belongs to a row's first split. K and V are zero outside the split's visible positions. Accumulation is fp32.
+    Against `reference.py`: 2e-5 in fp32, 4e-3 in fp16, 3e-2 in bf16.
     """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     seq_len = tl.load(seq_lens_kv_ptr + row)
-    begin = first_visible(seq_len, SLIDING_WINDOW)
+    begin, num_prefix_splits = first_position(seq_len, shared_blocks_ptr, row, BLOCK_SIZE, SLIDING_WINDOW, SPLIT_SIZE)
     split = begin // SPLIT_SIZE + tl.program_id(2)
+    partial = num_prefix_splits + tl.program_id(2)
     if partial_acc_ptr is not None and split * SPLIT_SIZE >= seq_len:
         return
 
@@ -118,48 +138,41 @@ def decode_split_kernel(
     key_head_ptr = key_cache_ptr + kv_head * stride_key_head
     value_head_ptr = value_cache_ptr + kv_head * stride_value_head
     row_max, row_sum = initial_max_and_sum(sinks_ptr, heads, valid, BLOCK_M)
-    if tl.program_id(2) > 0:
+    if partial > 0:
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     split_begin = tl.maximum(split * SPLIT_SIZE, begin)
     split_end = tl.minimum((split + 1) * SPLIT_SIZE, seq_len)
-    for start in range(split_begin // TILE * TILE, split_end, TILE):
-        positions = start + tl.arange(0, TILE)
-        visible = (positions >= split_begin) & (positions < split_end)
-        block_ids = load_block_ids(block_table_ptr, positions, visible, BLOCK_SIZE)
-        key = load_tile(
-            key_head_ptr,
-            block_ids,
-            positions,
-            visible,
-            stride_key_block,
-            stride_key_slot,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_SIZE,
-            ALIGNMENT,
-        )
-        value = load_tile(
-            value_head_ptr,
-            block_ids,
-            positions,
-            visible,
-            stride_value_block,
-            stride_value_slot,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_SIZE,
-            ALIGNMENT,
-        )
-        seen = visible[None, :] & valid[:, None]
-        row_max, row_sum, acc = attend_tile(query, key, value, seen, row_max, row_sum, acc, scale, SOFTCAP)
+    row_max, row_sum, acc = attend_range(
+        query,
+        valid,
+        key_head_ptr,
+        value_head_ptr,
+        block_table_ptr,
+        split_begin,
+        split_end,
+        row_max,
+        row_sum,
+        acc,
+        scale,
+        stride_key_block,
+        stride_key_slot,
+        stride_value_block,
+        stride_value_slot,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        ALIGNMENT,
+        SOFTCAP,
+        TILE,
+    )
 
     if partial_acc_ptr is None:
         out_offsets = tl.multiple_of(row * stride_out_token + heads * stride_out_head, ALIGNMENT)
         tl.store(out_ptr + out_offsets[:, None] + offs_d[None, :], normalize(acc, row_sum), mask=mask)
     else:
-        partials = (row * NUM_HEADS + heads) * num_splits + tl.program_id(2)
+        partials = (row * NUM_HEADS + heads) * num_splits + partial
         tl.store(partial_max_ptr + partials, row_max, mask=valid)
         tl.store(partial_sum_ptr + partials, row_sum, mask=valid)
         tl.store(partial_acc_ptr + partials[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask)
@@ -167,13 +180,14 @@ def decode_split_kernel(
 
 @triton.jit(
     do_not_specialize=["num_splits"],
-    do_not_specialize_on_alignment=["seq_lens_kv_ptr"],
+    do_not_specialize_on_alignment=["seq_lens_kv_ptr", "shared_blocks_ptr"],
 )
 def merge_splits_kernel(
     partial_max_ptr,
     partial_sum_ptr,
     partial_acc_ptr,
     seq_lens_kv_ptr,
+    shared_blocks_ptr,
     out_ptr,
     num_splits,
     stride_out_token,
@@ -181,11 +195,13 @@ def merge_splits_kernel(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """out = sum_i acc_i * exp2(max_i - max) / sum_i sum_i * exp2(max_i - max), over the splits i that the row has.
+    """out = sum_i acc_i * exp2(max_i - max) / sum_i sum_i * exp2(max_i - max), over the splits i that the row has,
+    those of its shared prefix included.
 
     Pointers and shapes as in `decode_split_kernel`. Grid: (S, H), one program per row and head. It walks the row's own
     splits CHUNK at a time: a fixed order. Splits past the row's end were never written; they are masked, so they
@@ -195,8 +211,8 @@ def merge_splits_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens_kv_ptr + row)
-    first_split = first_visible(seq_len, SLIDING_WINDOW) // SPLIT_SIZE
-    row_splits = tl.cdiv(seq_len, SPLIT_SIZE) - first_split
+    begin, num_prefix_splits = first_position(seq_len, shared_blocks_ptr, row, BLOCK_SIZE, SLIDING_WINDOW, SPLIT_SIZE)
+    row_splits = num_prefix_splits + tl.cdiv(seq_len, SPLIT_SIZE) - begin // SPLIT_SIZE
 
     offs_d = tl.arange(0, BLOCK_D)
     partials = (row * NUM_HEADS + head) * num_splits

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import attend_tile, initial_max_and_sum, load_block_ids, load_tile, normalize
+from .tile import attend_tile, find_segment, initial_max_and_sum, load_block_ids, load_tile, normalize
 
 
 def prefill_config(head_dim: int, group: int, element_size: int) -> dict[str, int]:
@@ -89,14 +89,7 @@ def prefill_kernel(
     pid = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
 
-    row = 0
-    after = num_seqs
-    while after - row > 1:
-        middle = (row + after) // 2
-        if tl.load(cu_seqlens_q_ptr + middle) // BLOCK_Q + middle <= pid:
-            row = middle
-        else:
-            after = middle
+    row = find_segment(cu_seqlens_q_ptr, num_seqs, pid, BLOCK_Q)
     row_start = tl.load(cu_seqlens_q_ptr + row)
     q_len = tl.load(cu_seqlens_q_ptr + row + 1) - row_start
     first_query = (pid - (row_start // BLOCK_Q + row)) * BLOCK_Q

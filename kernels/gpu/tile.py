@@ -1,4 +1,4 @@
-"""What the two attention kernels share: reading one tile of the pool, and one step of the online softmax.
+"""What the attention kernels share: reading one tile of the pool, and one step of the online softmax.
 
 A tile is TILE consecutive positions of one row. It is decoupled from block_size: each lane looks up its own block id,
 so one tile may span many blocks or a part of one. A tile always starts at a multiple of TILE, counted from the row's
@@ -18,6 +18,24 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def find_segment(bounds_ptr, num_segments, pid, CHUNK: tl.constexpr):
+    """Return the segment that program `pid` works on, where segment s has bounds[s] : bounds[s + 1] cut in chunks.
+
+    Segment s owns the programs from `bounds[s] // CHUNK + s` up to the next one's first: enough for its chunks, known
+    without asking the device.
+    """
+    segment = 0
+    after = num_segments
+    while after - segment > 1:
+        middle = (segment + after) // 2
+        if tl.load(bounds_ptr + middle) // CHUNK + middle <= pid:
+            segment = middle
+        else:
+            after = middle
+    return segment
 
 
 @triton.jit
@@ -86,6 +104,64 @@ def attend_tile(query, key, value, seen, row_max, row_sum, acc, scale, SOFTCAP: 
     row_sum = row_sum * decay + tl.sum(probs, 1)
     acc = tl.dot(probs.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
     return new_max, row_sum, acc
+
+
+@triton.jit
+def attend_range(
+    query,
+    valid,
+    key_head_ptr,
+    value_head_ptr,
+    block_table_ptr,
+    begin,
+    end,
+    row_max,
+    row_sum,
+    acc,
+    scale,
+    stride_key_block,
+    stride_key_slot,
+    stride_value_block,
+    stride_value_slot,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Fold the positions [begin, end) of one block table, all seen by every valid query; return (row_max, row_sum, acc)."""
+    for start in range(begin // TILE * TILE, end, TILE):
+        positions = start + tl.arange(0, TILE)
+        visible = (positions >= begin) & (positions < end)
+        block_ids = load_block_ids(block_table_ptr, positions, visible, BLOCK_SIZE)
+        key = load_tile(
+            key_head_ptr,
+            block_ids,
+            positions,
+            visible,
+            stride_key_block,
+            stride_key_slot,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_SIZE,
+            ALIGNMENT,
+        )
+        value = load_tile(
+            value_head_ptr,
+            block_ids,
+            positions,
+            visible,
+            stride_value_block,
+            stride_value_slot,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_SIZE,
+            ALIGNMENT,
+        )
+        seen = visible[None, :] & valid[:, None]
+        row_max, row_sum, acc = attend_tile(query, key, value, seen, row_max, row_sum, acc, scale, SOFTCAP)
+    return row_max, row_sum, acc
 
 
 @triton.jit

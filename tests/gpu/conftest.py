@@ -85,6 +85,11 @@ def make_case():
 
 
 @pytest.fixture(scope="session")
+def share_blocks():
+    return _load_case_maker().share_blocks
+
+
+@pytest.fixture(scope="session")
 def device() -> str:
     return "cpu" if INTERPRETING else "cuda"
 

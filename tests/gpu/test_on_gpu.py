@@ -97,6 +97,79 @@ def test_decode_matches_the_reference(gpu, make_case, spec, dtype, device):
     assert_matches(decode(gpu, case, query, options), expected)
 
 
+# Groups (rows, shared blocks of 16), and the rows' own tokens. Prefixes end before, at and behind the edge of a split (512).
+SHARED = {
+    "one group": ([(3, 4)], [1, 16, 17]),
+    "groups and rows alone": ([(2, 3), (3, 0), (1, 2), (2, 1)], [5, 1, 40, 1, 17, 9, 48, 2]),
+    "an end at a split's edge": ([(2, 32), (2, 31), (2, 33)], [1, 30, 16, 17, 1, 600]),
+    "more rows than a program takes": ([(70, 2), (1, 0)], [1 + i % 20 for i in range(71)]),
+    "rows that end with their shared blocks": ([(2, 32), (2, 5)], [0, 3, 0, 0]),
+    "a long prefix and a long row": ([(2, 70), (1, 0)], [20, 1, 1500]),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "options"), [((4, 2), 64, {}), ((3, 1), 80, {"softcap": 2.0, "sinks": True})], ids=["plain", "all"]
+)
+def test_decode_with_shared_blocks_matches_the_reference(
+    gpu, make_case, share_blocks, dtype, device, name, heads, head_dim, options
+):
+    groups, own = SHARED[name]
+    prefixes = [num_blocks * 16 for num_rows, num_blocks in groups for _ in range(num_rows)]
+    lengths = [prefix + n for prefix, n in zip(prefixes, own, strict=True)]
+    ones = [1] * len(lengths)
+    case = make_case(
+        lengths, ones, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, block_size=16, dtype=dtype, device=device
+    )
+    shared = share_blocks(case, groups)
+    case.key_cache, case.value_cache = pool_views(case.key_cache, case.value_cache)
+    options = {"scale": case.scale, **options}
+    if options.pop("sinks", False):
+        options["sinks"] = torch.linspace(-1, 3, heads[0], device=device).to(dtype)
+    expected = decode(reference, case, case.query, options)
+    assert_matches(decode(gpu, case, case.query, {**options, "shared": shared}), expected)
+
+
+def test_shared_blocks_are_read_through_the_first_row(gpu, make_case, share_blocks, device):
+    """A kernel that ignored `shared` would read the NaN of the other rows' tables."""
+    case = small_case(make_case, device, [600, 560, 40, 33], [1] * 4)
+    shared = share_blocks(case, [(2, 34), (2, 2)])
+    options = {"scale": case.scale}
+    expected = decode(reference, case, case.query, options)
+    nan_block = case.key_cache[:, 0, 0, 0].isnan().nonzero()[0].int()
+    case.block_tables[1, :34] = case.block_tables[3, :2] = nan_block
+    assert_matches(decode(gpu, case, case.query, {**options, "shared": shared}), expected)
+
+
+def test_a_window_is_right_beside_shared_blocks(gpu, make_case, share_blocks, device):
+    case = small_case(make_case, device, [600, 560], [1] * 2)
+    shared = share_blocks(case, [(2, 34)])
+    options = {"scale": case.scale, "sliding_window": 30}
+    expected = decode(reference, case, case.query, options)
+    assert_matches(decode(gpu, case, case.query, {**options, "shared": shared}), expected)
+
+
+def test_rows_alone_keep_their_bits_beside_shared_blocks(gpu, make_case, share_blocks, dtype, device):
+    case = small_case(make_case, device, [600, 300, 90, 70], [1] * 4, dtype)
+    shared = share_blocks(case, [(2, 0), (2, 4)])
+    options = {"scale": case.scale}
+    alone = decode(gpu, case, case.query, options)
+    together = decode(gpu, case, case.query, {**options, "shared": shared})
+    assert torch.equal(together[:2], alone[:2])
+    assert_matches(together[2:], alone[2:])
+
+
+def test_shared_blocks_in_groups_of_rows_give_the_same_bits(gpu, make_case, share_blocks, device, monkeypatch):
+    """The memory for partials may cut a group of rows in two."""
+    case = small_case(make_case, device, [600, 620, 640, 80, 90], [1] * 5)
+    shared = share_blocks(case, [(3, 35), (2, 4)])
+    options = {"scale": case.scale, "shared": shared}
+    expected = decode(gpu, case, case.query, options)
+    monkeypatch.setattr(gpu, "MAX_PARTIAL_BYTES", 2 * 4 * 3 * (64 + 2) * 4)  # two rows, 4 heads, 3 splits
+    assert torch.equal(decode(gpu, case, case.query, options), expected)
+
+
 def small_case(make_case, device, seq_lens, q_lens, dtype=torch.float32, head_dim=64):
     return make_case(
         seq_lens, q_lens, num_heads=4, num_kv_heads=2, head_dim=head_dim, block_size=16, dtype=dtype, device=device

@@ -21,6 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
 import triton
+from pagedgen.kernels.api import SharedPrefixes
 from pagedgen.kernels.gpu import attention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -77,6 +78,7 @@ def record(monkeypatch, tmp_path):
     recorders = {}
     for name in (
         "prefill_kernel",
+        "prefix_split_kernel",
         "decode_split_kernel",
         "merge_splits_kernel",
         "write_kv_kernel",
@@ -110,6 +112,12 @@ def launch_decode(record, dtype, head_dim, max_context=4096, **options):
     query, key_cache, value_cache, tables, _, lengths, out = meta_inputs(dtype, head_dim, max_context=max_context)
     args = (query[:250], key_cache, value_cache, tables, lengths, out[:250])
     return record(attention.paged_decode, *args, scale=0.1, **options)
+
+
+def launch_shared_decode(record, dtype, head_dim, **options):
+    bounds = torch.empty(41, dtype=torch.int32, device="meta")
+    shared = SharedPrefixes(bounds, bounds[1:], num_rows=250, max_shared_blocks=100)
+    return launch_decode(record, dtype, head_dim, shared=shared, **options)
 
 
 def resource_usage(compiled, tmp_path):
@@ -170,10 +178,34 @@ def test_decode_code(record, tmp_path, capability, dtype, head_dim):
 
 
 @CAPABILITIES
+@DTYPES
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_shared_decode_code(record, tmp_path, capability, dtype, head_dim):
+    """Many rows fill the product over their shared blocks as a prompt's queries do: `wgmma` on sm_90."""
+    launched = launch_shared_decode(record, dtype, head_dim)
+    compiled = compile_launch(launched["prefix_split_kernel"], capability)
+    assert_good_code(compiled, tmp_path)
+    ptx = compiled.asm["ptx"]
+    assert ("wgmma.mma_async" in ptx) == (capability == 90)
+    assert ("mma.sync" in ptx) == (capability == 80)
+    assert ptx.count("cp.async.cg.shared.global") > 0
+    own = compile_launch(launched["decode_split_kernel"], capability)
+    assert_good_code(own, tmp_path)
+    assert own.asm["ptx"].count("cp.async.cg.shared.global") > 0
+    merge = compile_launch(launched["merge_splits_kernel"], capability)
+    assert not any(resource_usage(merge, tmp_path)[name] for name in ("STACK", "LOCAL"))
+
+
+def test_a_layer_with_a_window_takes_no_prefix_kernel(record):
+    assert "prefix_split_kernel" not in launch_shared_decode(record, torch.bfloat16, 64, sliding_window=100)
+
+
+@CAPABILITIES
 def test_code_with_window_softcap_and_sinks(record, tmp_path, capability):
     for launch in (
         launch_prefill(record, torch.bfloat16, 128, **OPTIONS),
         launch_decode(record, torch.bfloat16, 128, **OPTIONS)["decode_split_kernel"],
+        launch_shared_decode(record, torch.bfloat16, 128, softcap=30.0, sinks=OPTIONS["sinks"])["prefix_split_kernel"],
     ):
         compiled = compile_launch(launch, capability)
         assert_good_code(compiled, tmp_path)
@@ -186,6 +218,7 @@ def test_code_with_a_padded_head_dim(record, tmp_path, head_dim):
     for launch in (
         launch_prefill(record, torch.bfloat16, head_dim),
         launch_decode(record, torch.bfloat16, head_dim)["decode_split_kernel"],
+        launch_shared_decode(record, torch.bfloat16, head_dim)["prefix_split_kernel"],
     ):
         compiled = compile_launch(launch, 90)
         assert_good_code(compiled, tmp_path)
@@ -204,6 +237,7 @@ def test_fp32_code_multiplies_in_fp32(record, capability):
     for launch in (
         launch_prefill(record, torch.float32, 64),
         launch_decode(record, torch.float32, 64)["decode_split_kernel"],
+        launch_shared_decode(record, torch.float32, 64)["prefix_split_kernel"],
     ):
         compiled = compile_launch(launch, capability)
         assert not re.search(r"tf32|mma", compiled.asm["ptx"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from pagedgen.kernels.api import SharedPrefixes
 
 
 @dataclass
@@ -70,6 +71,30 @@ def build_case(
     return case
 
 
+def share_blocks(case: PagedCase, groups: list[tuple[int, int]]) -> SharedPrefixes:
+    """Let the rows of each group (rows, blocks) begin with its first row's blocks; those given up become NaN."""
+    bounds, tables = [0], case.block_tables
+    for num_rows, num_blocks in groups:
+        first, end = bounds[-1], bounds[-1] + num_rows
+        for cache in (case.key_cache, case.value_cache):
+            cache[tables[first + 1 : end, :num_blocks].flatten().long()] = float("nan")
+        tables[first + 1 : end, :num_blocks] = tables[first, :num_blocks].clone()
+        bounds.append(end)
+    assert bounds[-1] == tables.shape[0]
+    ints = {"dtype": torch.int32, "device": tables.device}
+    return SharedPrefixes(
+        row_bounds=torch.tensor(bounds, **ints),
+        num_shared_blocks=torch.tensor([num_blocks for _, num_blocks in groups], **ints),
+        num_rows=bounds[-1],
+        max_shared_blocks=max(num_blocks for _, num_blocks in groups),
+    )
+
+
 @pytest.fixture
 def make_case():
     return build_case
+
+
+@pytest.fixture(name="share_blocks")
+def share_blocks_fixture():
+    return share_blocks
