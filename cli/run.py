@@ -147,6 +147,14 @@ def run(
     enable_prefix_caching: opt.EnablePrefixCaching = True,
     swap_space: opt.SwapSpace = None,
     disk_swap: opt.DiskSwap = None,
+    cascade_attention: Annotated[
+        bool,
+        typer.Option(
+            "--cascade-attention/--no-cascade-attention",
+            help="Decoding rows read what they have in common together.",
+            rich_help_panel=opt.RUNTIME,
+        ),
+    ] = True,
     watermark: opt.Watermark = 0.01,
     sort: opt.Sort = "prefix",
     threads: opt.Threads = None,
@@ -244,6 +252,7 @@ def run(
             disk_swap_bytes=disk_swap_bytes,
             watermark=watermark,
             sort=sort,
+            cascade_attention=cascade_attention,
             threads=threads,
             seed=seed,
             audit=audit,

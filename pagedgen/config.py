@@ -44,6 +44,7 @@ class EngineConfig:
     swap_space_bytes: int = 0
     disk_swap_path: str | None = None
     disk_swap_bytes: int = 0
+    cascade_attention: bool = True
     watermark: float = 0.01
     sort: str = "prefix"
     threads: int | None = None

@@ -32,11 +32,11 @@ def run_job(config: JobConfig, progress: Progress, stopper: Stopper) -> JobRepor
         UsageError: before weights load, when the job can't be run at all; OutputError: the output, or what belongs to it,
             can't be written. Finished rows are kept in `<output>.parts/`.
     """
-    assert config.output is not None
     stats = RunStats()
     if config.auto_block_size:
         threads.prepare()
         config = with_block_size(config, progress, stopper)
+    assert config.output is not None
     sources, skipped = expand_inputs(config.inputs, config.format, own_files(config))
     output = check_output(config.output, [s.path for s in sources if s.path is not None])
     progress.phase("opening the model")
@@ -124,7 +124,8 @@ def plan_only(
             estimate = functools.partial(estimate_plan, opened, device_memory_bytes=device_memory_bytes)
             return report(opened, config, estimate, rows, lambda r, _: outputs[r.row_index], files=[trace], **facts)
     with opened_job(config, opened, stats, stopper) as job:
-        rows, not_run = read_rows(job, progress)
+        rows, ended = read_rows(job, progress)
+        not_run: dict[str, Any] = dict(ended)
         with contextlib.closing(rows):
             estimate = functools.partial(estimate_plan, opened, device_memory_bytes=device_memory_bytes, **not_run)
             files = [s.name if s.path is None else str(s.path) for s in job.source.sources]

@@ -107,6 +107,7 @@ class RunStats:
     packed_tokens: int = 0  # of all answers, prompts included
     padded_tokens: int = 0  # that padded batches of them would hold
     computed_tokens: int = 0
+    spared_block_reads: int = 0  # of a layer: blocks that several rows' attention read together
     peak_memory_bytes: int = 0
     startup_s: float = 0.0
     generate_s: float = 0.0
@@ -153,6 +154,7 @@ class RunStats:
             "packed_tokens": self.packed_tokens,
             "padded_tokens": self.padded_tokens,
             "computed_tokens": self.computed_tokens,
+            "spared_block_reads": self.spared_block_reads,
             "preemptions": self.preemptions,
             "recomputed_tokens": self.recomputed_tokens,
             "kept_tokens": self.kept_tokens,

@@ -11,6 +11,18 @@ from .scheduler import ScheduledStep
 
 
 @dataclass(frozen=True)
+class SharedGroups:
+    """Groups of consecutive decodes: rows row_bounds[g] to row_bounds[g + 1] have num_shared_blocks[g] leading blocks alike.
+
+    row_bounds (G + 1,) int32, num_shared_blocks (G,) int32; rows on their own are groups of 0 blocks.
+    """
+
+    row_bounds: np.ndarray
+    num_shared_blocks: np.ndarray
+    num_spared_reads: int
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """One step's tokens, T of them from S rows, decodes first. Shared by all layers.
 
@@ -30,6 +42,7 @@ class PackedBatch:
     num_decodes: int
     sample_positions: np.ndarray
     sample_rows: np.ndarray
+    shared: SharedGroups | None = None  # what the decodes' tables have in common
 
     @property
     def num_tokens(self) -> int:
@@ -96,8 +109,10 @@ class BlockTableArray:
         self.array = wider
 
 
-def build_batch(step: ScheduledStep, tables: BlockTableArray, block_size: int) -> PackedBatch:
-    """Pack a step's rows back to back.
+def build_batch(
+    step: ScheduledStep, tables: BlockTableArray, block_size: int, shared: SharedGroups | None = None
+) -> PackedBatch:
+    """Pack a step's rows back to back; `shared` describes its decodes (`cascade.group_decodes`).
 
     Raises:
         AssertionError: cu_seqlens and the rows' own lengths disagree, or a slot lies outside its row's blocks.
@@ -138,4 +153,5 @@ def build_batch(step: ScheduledStep, tables: BlockTableArray, block_size: int) -
         num_decodes=step.num_decodes,
         sample_positions=cu_seqlens_q[1:][sample_rows].astype(np.int64) - 1,
         sample_rows=sample_rows,
+        shared=shared,
     )

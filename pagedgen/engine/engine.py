@@ -139,6 +139,7 @@ class Engine:
                     callbacks=Callbacks(on_finished, on_error, on_step, on_note, control),
                     block_map=block_map,
                     audit=config.audit,
+                    cascade=config.cascade_attention,
                 ).run()
             stats.peak_memory_bytes = _peak_bytes(config.device)
             if config.audit:

@@ -16,6 +16,7 @@ from ..stats import RunStats
 from .batch import BlockTableArray, PackedBatch, build_batch
 from .block_manager import BlockManager
 from .block_map import BlockMapWriter
+from .cascade import group_decodes
 from .feed import LOOKAHEAD_ROWS, LOOKAHEAD_TOKENS, Control, Feed
 from .model_runner import ModelRunner
 from .scheduler import ScheduledStep, Scheduler
@@ -65,6 +66,7 @@ class Generation:
     callbacks: Callbacks
     block_map: BlockMapWriter | None
     audit: bool
+    cascade: bool  # decodes attend to what they share together
     _tokens_left: int = 0  # that the rows taken in may still get
 
     def run(self) -> bool:
@@ -95,7 +97,11 @@ class Generation:
             if not step.sequences:
                 continue  # what its rows need could not be moved: they wait again
             with stats.timed("schedule"):
-                batch = build_batch(step, self.tables, blocks.block_size)
+                shared = None
+                if self.cascade:
+                    step, shared = group_decodes(step, self.tables, blocks.block_size)
+                    stats.spared_block_reads += shared.num_spared_reads if shared is not None else 0
+                batch = build_batch(step, self.tables, blocks.block_size, shared)
             ended = self._run_step(step, batch)
             stats.blocks.record(
                 stats.num_steps,

@@ -8,14 +8,14 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from ..kernels.api import load_backend
+from ..kernels.api import SharedPrefixes, load_backend
 from ..model.attention import AttentionStep
 from ..model.linear import MeasuredBuckets, split_rows
 from ..model.spec import ModelSpec
 from ..request import Request, Sequence
 from ..sampling_params import SamplingParams
 from . import memory
-from .batch import BlockTableArray, PackedBatch, build_batch
+from .batch import BlockTableArray, PackedBatch, SharedGroups, build_batch
 from .kv_cache import KVCache
 from .scheduler import ScheduledStep
 from .swap import MEASURED_BLOCKS, BlockStore
@@ -121,6 +121,7 @@ class ModelRunner:
             prefill_seq_lens=seq_lens[decodes:],
             max_seqlen_q=int(np.diff(cu_seqlens).max(initial=0)),
             max_model_len=self._max_model_len,
+            decode_shared=self._shared_prefixes(batch.shared),
             checked_layers=self._checked_layers,
         )
         with torch.inference_mode():
@@ -200,6 +201,16 @@ class ModelRunner:
         if self._device.type == "cuda":
             return tensor.pin_memory().to(self._device, non_blocking=True)
         return tensor
+
+    def _shared_prefixes(self, groups: SharedGroups | None) -> SharedPrefixes | None:
+        if groups is None:
+            return None
+        return SharedPrefixes(
+            row_bounds=self._to_device(groups.row_bounds),
+            num_shared_blocks=self._to_device(groups.num_shared_blocks),
+            num_rows=int(groups.row_bounds[-1]),
+            max_shared_blocks=int(groups.num_shared_blocks.max()),
+        )
 
     def _block_tables(self, batch: PackedBatch, tables: BlockTableArray | None) -> torch.Tensor:
         if tables is None or self._device.type != "cuda":

@@ -14,7 +14,9 @@ import torch
 from ..kernels.api import load_backend
 from ..request import Request
 from ..sampling_params import SamplingParams
+from .batch import BlockTableArray, PackedBatch
 from .engine import Engine
+from .generation import StepReport
 from .planner import RequestLengths
 from .prefix_tree import BLOCK_SIZES
 from .profile import MachineProfile
@@ -64,7 +66,7 @@ def _timed_steps(engine: Engine, requests: list[Request]) -> list[MeasuredStep]:
     run = runner.run
     last: list[float] = []
 
-    def timed_run(batch, tables=None):  # type: ignore[no-untyped-def]
+    def timed_run(batch: PackedBatch, tables: BlockTableArray | None = None) -> torch.Tensor:
         q_lens = np.diff(batch.cu_seqlens_q).astype(np.int64)
         starts = batch.seq_lens_kv - q_lens
         decodes = batch.num_decodes
@@ -73,7 +75,7 @@ def _timed_steps(engine: Engine, requests: list[Request]) -> list[MeasuredStep]:
         measured.append(MeasuredStep(batch.num_tokens, context, int(pairs.sum()), len(batch.sample_rows), 0.0))
         return run(batch, tables)
 
-    def on_step(report):  # type: ignore[no-untyped-def]
+    def on_step(report: StepReport) -> None:
         now = perf_counter()
         if last:
             measured[-1].seconds = now - last[-1]

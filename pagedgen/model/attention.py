@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
-from ..kernels.api import Backend
+from ..kernels.api import Backend, SharedPrefixes
 
 ATTENTION_NAME = "pagedgen"
 
@@ -72,6 +72,7 @@ class AttentionStep:
     prefill_seq_lens: torch.Tensor
     max_seqlen_q: int
     max_model_len: int
+    decode_shared: SharedPrefixes | None  # of the decodes
     checked_layers: set[int]  # layers whose call was found to ask for nothing the kernels leave out; kept between steps
 
 
@@ -130,6 +131,7 @@ def paged_attention(
             step.decode_block_tables,
             step.decode_seq_lens,
             out[:decodes],
+            shared=step.decode_shared,
             **options,
         )
     if live > decodes:

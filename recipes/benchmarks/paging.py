@@ -53,6 +53,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from pagedgen.config import DTYPES, SORTS, EngineConfig
 from pagedgen.engine.engine import Engine
 from pagedgen.engine.opened import OpenedModel, open_model
+from pagedgen.engine.planner import RequestLengths
 from pagedgen.sampling_params import SamplingParams
 from pagedgen.stats import RunStats
 
@@ -179,7 +180,7 @@ def run_paged(model: str, rows: list[Row], kv_tokens: int, block_size: int, max_
         def finished(sequence):
             done[sequence.request.row_index] = sequence.generated_token_ids
 
-        engine.generate(requests, engine.plan(requests), on_finished=finished, on_error=failed)
+        engine.generate(requests, engine.plan(RequestLengths(requests)), on_finished=finished, on_error=failed)
         return [done[i] for i in range(len(rows))]
 
     answer([Row(row.prompt, 2) for row in rows[:2]])

@@ -125,11 +125,12 @@ def lower_bound_s(rows: list[tuple[Any, int]], num_blocks: int, block_size: int,
     decoded token's reading of its context. (Reading for prompts is left out; so is a pool in which rows share blocks.)
     """
     area = read = tokens = 0
+    steps: float
     for prompt, made in rows:
-        steps = max(made, 1)
-        tokens += len(prompt) + steps - 1
-        area += sum(-(-(len(prompt) + t) // block_size) for t in range(steps))
-        read += (steps - 1) * len(prompt) + steps * (steps - 1) // 2
+        life = max(made, 1)
+        tokens += len(prompt) + life - 1
+        area += sum(-(-(len(prompt) + t) // block_size) for t in range(life))
+        read += (life - 1) * len(prompt) + life * (life - 1) // 2
     steps = max(max(n for _, n in rows), 1 if saved_tokens else area / num_blocks)
     gemm = max(steps * gemm_s(1), (tokens - saved_tokens) * FLOP_PER_TOKEN / FLOP_PER_S)
     return gemm + read * BYTES_PER_TOKEN / READ_PER_S
