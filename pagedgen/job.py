@@ -13,6 +13,7 @@ from . import threads
 from .config import EngineConfig, JobConfig
 from .errors import InputError, PagedgenError, UsageError
 from .jobs.output import output_schema
+from .jobs.planning import tuned
 from .jobs.report import JobReport, PlanReport, Progress
 from .jobs.resume import begin, check_side_files, clear_up, find_finished, own_files, refuse_inside
 from .jobs.run import Run
@@ -44,7 +45,7 @@ def run_job(config: JobConfig, progress: Progress, stopper: Stopper) -> JobRepor
     from .engine.opened import open_model
 
     with stats.timed("open"):
-        opened = open_model(config.engine, chat_template=config.chat_template)
+        opened = tuned(open_model(config.engine, chat_template=config.chat_template), config.engine)
     with opened_workspace(config.output, stopper) as workspace:
         if "-" in config.inputs:
             sources, skipped = _with_stdin(config, workspace)
@@ -117,6 +118,7 @@ def plan_only(
     if config.auto_block_size and trace is None:
         config = with_block_size(config, progress, stopper)
     opened = open_model(config.engine, planning=device_memory_bytes is not None, chat_template=config.chat_template)
+    opened = tuned(opened, config.engine)
     facts: dict[str, Any] = {"stats": stats, "progress": progress}
     if trace is not None:
         rows, outputs = trace_rows(opened, trace, config)

@@ -44,7 +44,13 @@ ALLOWED = {
     "pagedgen.llm": {"pagedgen.prompts", "pagedgen.engine"},
     "pagedgen.rows": set(),
     "pagedgen.prompts": set(),
-    "pagedgen.engine": {"pagedgen.sampling", "pagedgen.model", "pagedgen.kernels.api"},
+    "pagedgen.engine": {
+        "pagedgen.sampling",
+        "pagedgen.model",
+        "pagedgen.kernels.api",
+        "pagedgen.kernels.compiled",
+        "pagedgen.kernels.disk_cache",
+    },
     "pagedgen.sampling": set(),
     "pagedgen.model": {"pagedgen.kernels.api"},
 }
@@ -61,6 +67,15 @@ NO_TORCH = [
         "batch",
         "block_map",
         "feed",
+        "cascade",
+        "prefix_tree",
+        "radix",
+        "order",
+        "output_lengths",
+        "admission",
+        "simulation",
+        "forecast",
+        "profile",
     )
 ]
 

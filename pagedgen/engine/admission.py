@@ -23,7 +23,7 @@ _WAIT_CALLS = 4  # after a refusal, calls until it is asked again although no bl
 class Admission:
     """Forecasts the pool's use for one scheduler."""
 
-    def __init__(self, blocks: BlockManager, *, reserve_blocks: int, deviations: float = 1.0):
+    def __init__(self, blocks: BlockManager, *, reserve_blocks: int, deviations: float = 1.25):
         """`reserve_blocks` stay free. `deviations`: the margin, in standard deviations of the expected use."""
         self._blocks = blocks
         self._reserve = reserve_blocks
@@ -45,11 +45,11 @@ class Admission:
         self._refused = None
         return False
 
-    def begin(self, running: Iterable[Sequence]) -> None:
-        """Forecast the running rows' use."""
+    def begin(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Forecast the running rows' use; `waiting` are some of those that may be asked for."""
         rows = list(running)
         self.lengths.refresh(rows)
-        self._after = _moments(rows)
+        self._after = _moments([*rows, *waiting])
         self._mean, self._variance = np.zeros(len(self._after)), np.zeros(len(self._after))
         if rows:
             self._mean, self._variance = self._use(rows)

@@ -113,7 +113,8 @@ class PrefixTree:
         """
         self._insert()
         n, num_rows, size = self._num_nodes, self._num_rows, self._block_size
-        self._table = np.empty(0, np.int32)  # no longer needed, and the largest part beside the tokens
+        self._table = self._pool = np.empty(0, np.int32)  # no longer needed, and the largest parts
+        self._starts = np.empty(0, np.int64)
         parents, lengths, ends = self._parents[:n], self._lengths[:n], self._ends[:num_rows]
         depths, users, preorder, group_of = (np.empty(n, np.int32) for _ in range(4))
         self._radix.measure(parents, lengths, ends, depths, users, preorder)
@@ -189,5 +190,5 @@ def _grown(array: np.ndarray, size: int) -> np.ndarray:
     """Return an array of at least `size` entries that begins with the old ones."""
     if size <= len(array):
         return array
-    array.resize(max(size, len(array) * 9 // 8, _ROW_SLACK), refcheck=False)  # in place where the system can
+    array.resize(max(size, len(array) * 33 // 32, _ROW_SLACK), refcheck=False)  # in place where the system can
     return array

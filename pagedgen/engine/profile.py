@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..model.spec import ModelSpec
+from ..request import Sequence
 from .scheduler import ScheduledStep
 
 FORMAT = 1
@@ -26,19 +27,29 @@ class MachineProfile:
     """One machine's measurements for one model."""
 
     machine: str
+    block_size: int  # that the steps were measured with
     tokens: list[int]  # in a step
     table_s: list[float]  # what steps of so many tokens take, attention and sampling apart
     decode_s_per_token: float  # for each token of context that a decoding row reads
     prefill_s_per_pair: float  # for each (token, token of context) of a prompt
     sample_s_per_row: float
+    random_s_per_row: float  # more for each row whose token is drawn at random
+    spared_s_per_token: float  # less for each token of context that cascade attention reads for another row already
     start_s: float  # from the command to the first step
     decode_s_by_block_size: dict[str, float] = field(default_factory=dict)  # attention of `decode_rows` rows, all layers
     max_num_batched_tokens: int = 0  # the knee: where larger steps stop being faster by the token
     fit_error: float = 0.0  # mean of |predicted - measured| ÷ measured, over the measured steps
     format: int = FORMAT
 
-    def step_s(self, step: ScheduledStep, num_sampled: int) -> float:
-        """Return the seconds of a step, before its tokens are counted as computed."""
+    def for_block_size(self, size: int) -> MachineProfile:
+        """Return the profile of runs with another block size: attention of decoding rows takes another time."""
+        here, there = (self.decode_s_by_block_size.get(str(s)) for s in (self.block_size, size))
+        ratio = there / here if here and there else 1.0
+        decode, spared = self.decode_s_per_token * ratio, self.spared_s_per_token * ratio
+        return replace(self, block_size=size, decode_s_per_token=decode, spared_s_per_token=spared)
+
+    def step_s(self, step: ScheduledStep, sampled: list[Sequence]) -> float:
+        """Return the seconds of a step, before its tokens are counted as computed; `sampled` get a token, and their samples."""
         context = pairs = 0
         for i, (sequence, count) in enumerate(zip(step.sequences, step.num_scheduled_tokens, strict=True)):
             start = sequence.num_computed_tokens
@@ -46,14 +57,27 @@ class MachineProfile:
                 context += start + 1
             else:
                 pairs += count * start + count * (count + 1) // 2
-        return self.predict(sum(step.num_scheduled_tokens), context, pairs, num_sampled)
+        tables = [s.block_table[: s.num_shared_blocks] for s in step.sequences[: step.num_decodes]]
+        spared = sum(map(len, tables)) - len(set().union(*tables))
+        return self.predict(
+            sum(step.num_scheduled_tokens),
+            context,
+            pairs,
+            sum(1 + s.num_pending_samples for s in sampled),
+            sum(1 + s.num_pending_samples for s in sampled if s.request.params.temperature > 0),
+            spared * self.block_size,
+        )
 
-    def predict(self, num_tokens: int, context: int, pairs: int, num_sampled: int) -> float:
-        """Return a step's seconds: `context` tokens read by decoding rows, `pairs` of prompt tokens and what they see."""
+    def predict(
+        self, num_tokens: int, context: int, pairs: int, num_sampled: int, num_random: int = 0, spared: int = 0
+    ) -> float:
+        """Return a step's seconds: `context` tokens read by decoding rows, `spared` of them read for others as well, `pairs` of
+        prompt tokens and what they see."""
         table = float(np.interp(num_tokens, self.tokens, self.table_s))
         if num_tokens > self.tokens[-1]:
             table *= num_tokens / self.tokens[-1]
-        return table + context * self.decode_s_per_token + pairs * self.prefill_s_per_pair + num_sampled * self.sample_s_per_row
+        attention = context * self.decode_s_per_token - spared * self.spared_s_per_token + pairs * self.prefill_s_per_pair
+        return table + attention + num_sampled * self.sample_s_per_row + num_random * self.random_s_per_row
 
 
 def profile_path(root: Path, spec: ModelSpec, config: EngineConfig, machine: str) -> Path:
@@ -63,7 +87,6 @@ def profile_path(root: Path, spec: ModelSpec, config: EngineConfig, machine: str
         "device": config.device,
         "backend": config.backend,
         "threads": config.threads,
-        "block_size": config.block_size,
         "machine": machine,
     }
     digest = hashlib.sha256(json.dumps(same, sort_keys=True, default=list).encode()).hexdigest()[:16]
@@ -74,7 +97,7 @@ def load_profile(path: Path) -> MachineProfile | None:
     """Return a stored profile; None when there is none that can be read."""
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if document.get("format") != FORMAT:
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
             return None
         return MachineProfile(**document)
     except (OSError, ValueError, TypeError):

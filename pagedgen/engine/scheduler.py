@@ -25,6 +25,8 @@ from .admission import Admission
 from .block_manager import BlockManager
 from .leaders import Leaders
 
+_PEEKED_ROWS = 16  # of the queue, whose ends admission looks at
+
 
 @dataclass
 class ScheduledStep:
@@ -288,7 +290,7 @@ class Scheduler:
             sequence.num_shared_blocks = shared = self._num_shared_blocks(sequence, len(hits))
             idle_hits = blocks.num_idle(hits)
             if not begun:
-                admission.begin(self.running)
+                admission.begin(self.running, [entry[-1] for entry in self._waiting[:_PEEKED_ROWS]])
                 begun = True
             kept = blocks.num_cached_blocks - idle_hits if self._keeps_prefixes else 0
             new_shared = shared - len(hits) + idle_hits

@@ -17,8 +17,8 @@ _SERIES_SAMPLES = 200
 class CostModel(Protocol):
     """What a step takes (`engine.profile.MachineProfile`)."""
 
-    def step_s(self, step: ScheduledStep, num_sampled: int) -> float:
-        """Return a step's seconds, before its tokens are counted as computed."""
+    def step_s(self, step: ScheduledStep, sampled: list[Sequence]) -> float:
+        """Return a step's seconds, before its tokens are counted as computed; `sampled` get a token, and their samples."""
 
 
 @dataclass
@@ -61,7 +61,8 @@ def simulate(
     while True:
         while not feed.exhausted and scheduler.num_waiting < LOOKAHEAD_ROWS and scheduler.num_waiting_tokens < LOOKAHEAD_TOKENS:
             for request in feed.take(wait=True):
-                scheduler.add(Sequence(request))
+                if blocks.blocks_needed(request) <= blocks.num_blocks:  # else a row error
+                    scheduler.add(Sequence(request))
         if not scheduler.has_unfinished:
             break
         step = scheduler.schedule()
@@ -76,7 +77,7 @@ def simulate(
         run.computed_tokens += sum(step.num_scheduled_tokens)
         sampled = [s for s, n in zip(step.sequences, step.num_scheduled_tokens, strict=True) if n == s.num_uncomputed_tokens]
         if cost is not None:
-            run.seconds += cost.step_s(step, sum(1 + s.num_pending_samples for s in sampled))
+            run.seconds += cost.step_s(step, sampled)
         if run.steps % every == 0:
             run.series.append((run.steps, run.seconds, used, kept, scheduler.num_waiting))
             if len(run.series) > 2 * _SERIES_SAMPLES:

@@ -22,12 +22,33 @@ from .prefix_tree import BLOCK_SIZES
 from .profile import MachineProfile
 
 DECODE_ROWS, DECODE_CONTEXT = 64, 512  # of the measurement of block sizes
-_KNOTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
-# (rows, prompt tokens, new tokens): decodes of few and many rows, at short and long contexts; prompts alone and together.
+_KNOTS = tuple(1 << k for k in range(16))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Rows that are run together; the first `common` tokens of their prompts are alike."""
+
+    rows: int
+    prompt: int
+    new: int
+    temperature: float = 0.0
+    common: int = 0
+
+
+# The first ones make steps of 2**k prompt tokens and of 2**k decodes, at short contexts; the others tell what longer contexts
+# cost, random draws, and reading what rows have in common.
+_SHORT = 16
 _WORKLOADS = (
-    (1, 16, 10), (3, 20, 8), (6, 24, 8), (12, 24, 8), (24, 24, 8), (48, 16, 8), (96, 16, 8), (128, 16, 8),
-    (48, 256, 12), (8, 1024, 16), (1, 1800, 12), (24, 120, 24),
-)  # fmt: skip
+    *(Workload(1 << k, _SHORT, 6) for k in range(7)),
+    Workload(128, 8, 6),
+    Workload(48, 256, 8),
+    Workload(8, 1024, 10),
+    Workload(1, 1800, 8),
+    Workload(24, 120, 16),
+    Workload(48, _SHORT, 8, temperature=1.0),
+    Workload(48, 512, 8, common=480),
+)
 _KNEE_SHARE = 0.95
 
 
@@ -40,45 +61,51 @@ class MeasuredStep:
     pairs: int
     num_sampled: int
     seconds: float
+    num_random: int = 0
+    spared: int = 0
 
 
 def measure_steps(engine: Engine, on_note: Callable[[str], None]) -> list[MeasuredStep]:
-    """Run the workloads and return every step but each one's first two."""
+    """Run the workloads and return every step."""
     steps: list[MeasuredStep] = []
     config = engine.opened.config
     assert config.max_model_len and config.max_num_seqs
     rng = np.random.default_rng(0)
-    for rows, prompt, new in _WORKLOADS:
-        prompt = min(prompt, config.max_model_len - new)
-        if rows > config.max_num_seqs or prompt < 1:
+    for load in _WORKLOADS:
+        length = min(load.prompt, config.max_model_len - load.new)
+        if load.rows > config.max_num_seqs or length < 1:
             continue
-        on_note(f"{rows} rows of {prompt} + {new} tokens")
-        params = SamplingParams(max_tokens=new, ignore_eos=True)
-        ids = rng.integers(0, engine.opened.num_token_ids, (rows, prompt))
-        requests = [Request(i, row.tolist(), params, new, frozenset(), 0) for i, row in enumerate(ids)]
-        steps += _timed_steps(engine, requests)[1:]
+        on_note(f"{load.rows} rows of {length} + {load.new} tokens")
+        params = SamplingParams(max_tokens=load.new, ignore_eos=True, temperature=load.temperature)
+        ids = rng.integers(0, engine.opened.num_token_ids, (load.rows, length))
+        ids[:, : load.common] = ids[0, : load.common]
+        requests = [Request(i, row.tolist(), params, load.new, frozenset(), i) for i, row in enumerate(ids)]
+        steps += _timed_steps(engine, requests, at_random=load.temperature > 0)
     return steps
 
 
-def _timed_steps(engine: Engine, requests: list[Request]) -> list[MeasuredStep]:
+def _timed_steps(engine: Engine, requests: list[Request], *, at_random: bool) -> list[MeasuredStep]:
     measured: list[MeasuredStep] = []
-    runner = engine.runner
+    runner, block_size = engine.runner, engine.opened.config.block_size or 0
     run = runner.run
     last: list[float] = []
 
     def timed_run(batch: PackedBatch, tables: BlockTableArray | None = None) -> torch.Tensor:
+        if not last:
+            last.append(perf_counter())
         q_lens = np.diff(batch.cu_seqlens_q).astype(np.int64)
         starts = batch.seq_lens_kv - q_lens
         decodes = batch.num_decodes
         pairs = q_lens[decodes:] * starts[decodes:] + q_lens[decodes:] * (q_lens[decodes:] + 1) // 2
         context = int(batch.seq_lens_kv[:decodes].sum())
-        measured.append(MeasuredStep(batch.num_tokens, context, int(pairs.sum()), len(batch.sample_rows), 0.0))
+        sampled = len(batch.sample_rows)
+        spared = batch.shared.num_spared_reads * block_size if batch.shared is not None else 0
+        measured.append(MeasuredStep(batch.num_tokens, context, int(pairs.sum()), sampled, 0.0, sampled * at_random, spared))
         return run(batch, tables)
 
     def on_step(report: StepReport) -> None:
         now = perf_counter()
-        if last:
-            measured[-1].seconds = now - last[-1]
+        measured[-1].seconds = now - last[-1]
         last[:] = [now]
 
     runner.run = timed_run  # type: ignore[method-assign]
@@ -87,19 +114,21 @@ def _timed_steps(engine: Engine, requests: list[Request]) -> list[MeasuredStep]:
         engine.generate(requests, plan, on_finished=lambda s: None, on_error=lambda r, i, e: None, on_step=on_step)
     finally:
         del runner.run
-    return measured[1:]  # the first has no step before it to count from
+    return measured
 
 
-def fit_profile(steps: list[MeasuredStep], machine: str, start_s: float) -> MachineProfile:
+def fit_profile(steps: list[MeasuredStep], machine: str, block_size: int, start_s: float) -> MachineProfile:
     """Fit the step model: of each shape of step the median, weighted so that relative errors count."""
-    shapes: dict[tuple[int, int, int], list[MeasuredStep]] = {}
+    shapes: dict[tuple[int, ...], list[MeasuredStep]] = {}
     for step in steps:
-        shapes.setdefault((step.num_tokens, step.context // 256, step.pairs), []).append(step)
+        shapes.setdefault((step.num_tokens, step.context // 256, step.pairs, step.num_random, step.spared), []).append(step)
     rows = [(alike[0], median(s.seconds for s in alike)) for alike in shapes.values()]
     most = max(s.num_tokens for s, _ in rows)
-    knots = [k for k in _KNOTS if k < most] + [most]
-    seen = [k for k in knots if any(0.6 * k <= s.num_tokens <= 1.7 * k for s, _ in rows)]
-    design = np.array([[*_hats(s.num_tokens, seen), s.context, s.pairs, s.num_sampled] for s, _ in rows], np.float64)
+    counts = {s.num_tokens for s, _ in rows}
+    seen = sorted({k for k in _KNOTS if k in counts} | {most})
+    design = np.array(
+        [[*_hats(s.num_tokens, seen), s.context, s.pairs, s.num_sampled, s.num_random, -s.spared] for s, _ in rows], np.float64
+    )
     seconds = np.array([s for _, s in rows])
     solution = _nonnegative_least_squares(design / seconds[:, None], np.ones(len(rows)))
     table = np.maximum.accumulate(solution[: len(seen)])
@@ -108,11 +137,14 @@ def fit_profile(steps: list[MeasuredStep], machine: str, start_s: float) -> Mach
     knee = next((k for k in seen if by_token.get(k, 0) >= _KNEE_SHARE * max(by_token.values())), most)
     return MachineProfile(
         machine=machine,
+        block_size=block_size,
         tokens=[int(k) for k in seen],
         table_s=[float(t) for t in table],
-        decode_s_per_token=float(solution[-3]),
-        prefill_s_per_pair=float(solution[-2]),
-        sample_s_per_row=float(solution[-1]),
+        decode_s_per_token=float(solution[-5]),
+        prefill_s_per_pair=float(solution[-4]),
+        sample_s_per_row=float(solution[-3]),
+        random_s_per_row=float(solution[-2]),
+        spared_s_per_token=float(solution[-1]),
         start_s=start_s,
         max_num_batched_tokens=int(knee),
         fit_error=float(np.mean(np.abs(predicted - seconds) / seconds)),

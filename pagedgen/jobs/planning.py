@@ -8,12 +8,9 @@ from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from ..config import EngineConfig, JobConfig
 from ..errors import InputError, OutputError
 from ..request import Request
-from ..rows.traces import read_trace
 from ..stats import RunStats
 from .report import PlanReport, Progress
 from .setup import Job, cpu_name, device_name
@@ -41,7 +38,21 @@ def stored_profile(opened: Any) -> Any:
     """Return the profile that `tune` stored for a model on this machine, or None."""
     from ..engine.profile import load_profile
 
-    return load_profile(_path(opened))
+    profile = load_profile(_path(opened))
+    if profile is None:
+        return None
+    if not opened.config.cascade_attention:
+        profile = replace(profile, spared_s_per_token=0.0)
+    return profile.for_block_size(opened.config.block_size)
+
+
+def tuned(opened: Any, config: EngineConfig) -> Any:
+    """Return an opened model with what `tune` found best where the flags leave it open: the tokens in a step."""
+    profile = stored_profile(opened)
+    if profile is None or config.max_num_batched_tokens is not None:
+        return opened
+    budget = max(profile.max_num_batched_tokens, opened.config.max_num_seqs)
+    return replace(opened, config=replace(opened.config, max_num_batched_tokens=budget))
 
 
 def _path(opened: Any) -> Any:
@@ -81,6 +92,7 @@ def trace_rows(opened: Any, path: str, config: JobConfig) -> tuple[Any, dict[int
     """
     from ..engine.feed import ListFeed
     from ..engine.order import PlannedFeed
+    from ..rows.traces import read_trace
 
     requests, outputs = [], {}
     for index, (prompt, made) in enumerate(read_trace(path, config.limit)):
@@ -108,7 +120,7 @@ def report(
     """Foretell a job whose rows were read; `estimate` makes the plan from their lengths (`setup.estimate_plan`)."""
     from ..engine.forecast import block_size_costs, forecast, histogram, recommend_block_size, warnings
 
-    read_s = perf_counter() - stats.started
+    read_s = sum(stats.time_split_s.get(phase, 0.0) for phase in ("read", "tokenize"))
     plan, source = estimate(rows.lengths)
     profile = stored_profile(opened)
     progress.phase("simulating the run")
@@ -116,7 +128,7 @@ def report(
     told = forecast(rows, engine, plan.num_blocks, profile, lengths)
     columns = rows.lengths.arrays()
     prompt_lens = columns["prompt_lens"]
-    outputs = np.minimum(columns["max_tokens"], _output_lens(rows, lengths))
+    outputs = _output_lens(rows, lengths)
     costs = block_size_costs(prompt_lens, outputs, rows.sharing, profile)
     what_if = []
     most = plan.peak_blocks_needed
@@ -166,12 +178,16 @@ def suited_block_size(opened: Any, config: JobConfig, rows: Any) -> int:
     columns = rows.lengths.arrays()
     if not len(rows):
         return int(opened.config.block_size)
-    outputs = np.minimum(columns["max_tokens"], _output_lens(rows, assumed_lengths(config)))
+    outputs = _output_lens(rows, assumed_lengths(config))
     return recommend_block_size(block_size_costs(columns["prompt_lens"], outputs, rows.sharing, stored_profile(opened)))
 
 
-def _output_lens(rows: Any, lengths: Callable[[Request, int], int]) -> np.ndarray:
-    return np.array([lengths(rows.request(i), 0) for i in range(len(rows))], dtype=np.int64)
+def _output_lens(rows: Any, lengths: Callable[[Request, int], int]) -> Any:
+    """Return how long each row's first answer is taken to get: (num_rows,)."""
+    import numpy as np
+
+    requests = (rows.request(i) for i in range(len(rows)))
+    return np.array([min(lengths(r, 0), r.max_tokens) for r in requests], dtype=np.int64)
 
 
 def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
@@ -192,7 +208,8 @@ def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
     engine = Engine(opened, stats)
     start_s = perf_counter() - stats.started
     progress.phase("measuring steps")
-    profile = fit_profile(measure_steps(engine, progress.note), _machine(opened.config.device), start_s)
+    steps = measure_steps(engine, progress.note)
+    profile = fit_profile(steps, _machine(opened.config.device), opened.config.block_size or 0, start_s)
     progress.phase("measuring block sizes")
     profile.decode_s_by_block_size = measure_block_sizes(engine)
     path = _path(opened)

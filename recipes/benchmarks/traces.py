@@ -28,7 +28,7 @@ from pagedgen.engine.feed import ListFeed
 from pagedgen.engine.order import PlannedFeed
 from pagedgen.engine.scheduler import ScheduledStep, Scheduler
 from pagedgen.engine.simulation import simulate
-from pagedgen.request import Request
+from pagedgen.request import Request, Sequence
 from pagedgen.rows.traces import HASHED_TOKENS, read_trace
 from pagedgen.sampling_params import SamplingParams
 
@@ -42,7 +42,7 @@ MAX_TOKENS = 2048
 class Roofline:
     """What a step takes on the device above."""
 
-    def step_s(self, step: ScheduledStep, num_sampled: int) -> float:
+    def step_s(self, step: ScheduledStep, sampled: list[Sequence]) -> float:
         """See `engine.simulation.CostModel`."""
         read = sum(s.num_computed_tokens for s in step.sequences) * BYTES_PER_TOKEN
         return gemm_s(sum(step.num_scheduled_tokens)) + read / READ_PER_S
@@ -56,7 +56,7 @@ def gemm_s(num_tokens: float) -> float:
 class WorstCase(Admission):
     """Room for each row's prompt and the most it may get is reserved when it starts."""
 
-    def begin(self, running: Any) -> None:
+    def begin(self, running: Any, waiting: Any) -> None:
         self._reserved = sum(self._most(s) for s in running)
 
     def fits(self, sequence: Any, new_shared_blocks: int, kept_blocks: int) -> bool:

@@ -141,7 +141,7 @@ def test_this_machine_can_be_measured():
         ({"dtype": "int3"}, "--dtype int3"), ({"device": "tpu"}, "--device"), ({"block_size": 24}, "--block-size 24"),
         ({"block_size": 2}, "--block-size"), ({"max_num_seqs": 0}, "--max-num-seqs"), ({"seed": -1}, "--seed"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"), ({"gpu_memory_utilization": 0}, "utilization"),
-        ({"threads": 0}, "--threads"), ({"sort": "prefix"}, "--sort"), ({"backend": "cuda"}, "--backend"),
+        ({"threads": 0}, "--threads"), ({"sort": "random"}, "--sort"), ({"backend": "cuda"}, "--backend"),
         ({"num_gpu_blocks_override": -1}, "--max-block-num"), ({"max_num_seqs": 10**20}, "--max-num-seqs"),
         ({"max_num_batched_tokens": 10**20}, "--max-num-batched-tokens"), ({"threads": 10**20}, "--threads"),
     ],

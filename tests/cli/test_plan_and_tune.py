@@ -1,0 +1,141 @@
+"""`plan` and `tune` at the command line, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command import pagedgen
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "in.jsonl"
+    common = list(range(5, 45))
+    rows = [{"prompt_token_ids": [*common, 50 + i, 3 + i]} for i in range(12)] + [
+        {"prompt_token_ids": [9, i]} for i in range(8)
+    ]
+    path.write_text("".join(json.dumps({**r, "sampling_params": {"max_tokens": 6, "ignore_eos": True}}) + "\n" for r in rows))
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A place of its own for profiles; compiled kernels are found where they were."""
+    from pagedgen.model import demo
+
+    monkeypatch.setattr(demo, "cache_root", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def plan(*arguments):
+    result = pagedgen("plan", *arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_a_plan_foretells_what_a_run_does(tiny_model, prompts, tmp_path, cache):
+    model, flags = tiny_model("llama"), ["--block-size", 8, "--max-num-seqs", 8, "--max-block-num", 40]
+    told = plan(model, prompts, *flags)
+    assert told["forecast"]["generate_s"] is None
+    out = tmp_path / "out.jsonl"
+    assert pagedgen("run", model, prompts, "-o", out, *flags, "--audit").returncode == 0
+    stats = json.loads((tmp_path / "out.jsonl.stats.json").read_text())
+    forecast = told["forecast"]
+    assert forecast["steps"] == stats["num_steps"]
+    assert forecast["peak_blocks"] == stats["blocks"]["peak"]
+    assert forecast["computed_tokens"] == stats["computed_tokens"]
+    assert forecast["generated_tokens"] == stats["generated_tokens"] == 120
+    assert forecast["saved_tokens"] == stats["prefix_cache"]["saved_tokens"] == 11 * 40
+    assert told["sharing"]["attainable_tokens"] == 11 * 40
+    assert told["sharing"]["group_sizes"] == [12]
+    assert sum(b["rows"] for b in told["prompt_lengths"]) == 20
+    assert told["recommended_block_size"] in (8, 16, 32, 64)
+
+
+def test_the_table_has_every_part(tiny_model, prompts, cache):
+    result = pagedgen("plan", tiny_model("llama"), prompts)
+    assert result.returncode == 0, result.stderr
+    for text in (
+        "max_block_num",
+        "common beginnings",
+        "foretold run",
+        "block sizes",
+        "largest groups",
+        "pagedgen tune",
+    ):
+        assert text in result.stdout
+
+
+def test_tune_measures_and_plan_uses_it(tiny_model, prompts, cache):
+    model = tiny_model("llama")
+    tuned = pagedgen("tune", model, "--max-num-seqs", 16, "--json")
+    assert tuned.returncode == 0, tuned.stderr
+    profile = json.loads(tuned.stdout)
+    assert all(t > 0 for t in profile["table_s"])
+    assert set(profile["decode_s_by_block_size"]) == {"8", "16", "32", "64"}
+    told = plan(model, prompts)
+    assert told["forecast"]["generate_s"] > 0
+    assert told["forecast"]["wall_s"] > told["forecast"]["generate_s"] + profile["start_s"] - 1
+    assert told["config"]["max_num_batched_tokens"] == max(profile["max_num_batched_tokens"], told["config"]["max_num_seqs"])
+    assert plan(model, prompts, "--max-num-batched-tokens", 200)["config"]["max_num_batched_tokens"] == 200
+    assert "tokens/s" in pagedgen("plan", model, prompts).stdout
+
+
+def test_a_trace_is_planned_from_lengths_alone(tiny_model, tmp_path, cache):
+    path = tmp_path / "trace.jsonl"
+    rows = [{"input_length": 600, "output_length": 5 + i, "hash_ids": [0, 1 + i]} for i in range(6)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    told = plan(tiny_model("llama", max_position_embeddings=4096), "--trace", path, "--block-size", 64, "--max-tokens", 50)
+    assert told["sharing"]["attainable_tokens"] == 5 * 512
+    assert told["forecast"]["saved_tokens"] == 5 * 512
+    assert told["forecast"]["generated_tokens"] == sum(5 + i for i in range(6))
+
+
+def test_auto_block_size_is_what_plan_recommends(tiny_model, prompts, tmp_path, cache):
+    model, out = tiny_model("llama"), tmp_path / "out.jsonl"
+    told = plan(model, prompts, "--block-size", "auto")
+    assert told["block_size"] == told["recommended_block_size"]
+    assert pagedgen("run", model, prompts, "-o", out, "--block-size", "auto").returncode == 0
+    stats = json.loads((tmp_path / "out.jsonl.stats.json").read_text())
+    assert stats["config"]["engine"]["block_size"] == told["recommended_block_size"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--trace"),
+        (["--trace", "nowhere.csv"], "nowhere.csv"),
+        (["in.jsonl", "--trace", "x.csv"], "one of them"),
+        (["in.jsonl", "--block-size", "many"], "--block-size many"),
+        (["in.jsonl", "--sort", "random"], "--sort random"),
+        (["in.jsonl", "--assume-output-tokens", "0"], "--assume-output-tokens 0"),
+    ],
+)
+def test_what_cant_be_planned_is_told(tiny_model, cache, arguments, says):
+    result = pagedgen("plan", tiny_model("llama"), *arguments)
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_auto_block_size_needs_an_input_that_can_be_read_twice(tiny_model, tmp_path, cache):
+    result = pagedgen("run", tiny_model("llama"), "-", "-o", tmp_path / "o.jsonl", "--block-size", "auto")
+    assert result.returncode == 2
+    assert "stdin" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "says"),
+    [
+        ([[5, 6, 7]], [], "one row"),
+        ([[5, 6, i] for i in range(8)], [], "all rows have one length"),
+        ([[i] * 50 for i in range(5, 25)], ["--max-block-num", 8, "--block-size", 8], "larger than the pool"),
+    ],
+)
+def test_where_a_plan_cant_help_is_said(tiny_model, tmp_path, cache, rows, flags, says):
+    path = tmp_path / "in.jsonl"
+    rows = [*rows, [9] * 100] if "pool" in says else rows
+    path.write_text("".join(json.dumps({"prompt_token_ids": r}) + "\n" for r in rows))
+    told = plan(tiny_model("llama"), path, "--max-tokens", 4, *flags)
+    assert any(says in warning for warning in told["warnings"])

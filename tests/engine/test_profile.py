@@ -1,0 +1,51 @@
+"""The machine profile: fitted, kept, used."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from pagedgen.engine.profile import MachineProfile, load_profile, save_profile
+from pagedgen.engine.tuning import MeasuredStep, fit_profile
+
+
+def true_seconds(tokens, context, pairs, sampled):
+    return 0.01 + 1e-4 * tokens + 3e-7 * context + 2e-8 * pairs + 1e-5 * sampled
+
+
+@pytest.fixture
+def steps():
+    """Steps of a machine whose costs are known, with noise."""
+    rng = np.random.default_rng(0)
+    shapes = [(n, n * c, 0, n) for n in (1, 2, 4, 8, 16, 32, 64, 128) for c in (16, 300, 1000)]
+    shapes += [(16 * k, 0, k * 136, k) for k in (1, 2, 4, 8, 16, 32, 64)]
+    shapes += [(1024, 0, 1024 * s + 1024 * 1025 // 2, 0) for s in (0, 1024, 2048)]
+    return [MeasuredStep(*s, true_seconds(*s) * rng.uniform(0.97, 1.03)) for s in shapes for _ in range(5)]
+
+
+def test_the_fit_finds_the_costs(steps):
+    profile = fit_profile(steps, "a machine", 32, 5.0)
+    assert profile.fit_error < 0.05
+    for shape in ((40, 40 * 500, 0, 40), (700, 100, 700 * 701 // 2, 3), (1024, 0, 1024 * 1500, 0), (1, 2000, 0, 1)):
+        assert profile.predict(*shape) == pytest.approx(true_seconds(*shape), rel=0.12)
+    assert profile.predict(2048, 0, 0, 0) == pytest.approx(2 * profile.predict(1024, 0, 0, 0))
+    assert profile.max_num_batched_tokens in (512, 1024)
+
+
+def test_it_is_kept_and_a_broken_file_is_none(tmp_path, steps):
+    profile = fit_profile(steps, "a machine", 32, 5.0)
+    path = tmp_path / "p" / "x.json"
+    assert load_profile(path) is None
+    save_profile(path, profile)
+    assert load_profile(path) == profile
+    for text in ("{", "[]", json.dumps({"format": 1}), json.dumps({**json.loads(path.read_text()), "format": 99})):
+        path.write_text(text)
+        assert load_profile(path) is None
+
+
+def test_other_block_sizes_cost_what_was_measured():
+    profile = MachineProfile("m", 32, [1], [0.1], 2e-6, 0, 0, 0, 0, 0, decode_s_by_block_size={"16": 3.0, "32": 2.0})
+    assert profile.for_block_size(16).decode_s_per_token == pytest.approx(3e-6)
+    assert profile.for_block_size(128).decode_s_per_token == 2e-6
