@@ -35,7 +35,7 @@ from pagedgen.sampling_params import SamplingParams
 BYTES_PER_TOKEN = 128 * 1024
 WEIGHTS_BYTES, READ_PER_S = 16e9, 2e12
 FLOP_PER_TOKEN, FLOP_PER_S = 16e9, 600e12
-BUDGET, MAX_ROWS = 16_384, 4096
+MAX_ROWS = 4096
 MAX_TOKENS = 2048
 
 
@@ -69,7 +69,7 @@ class WorstCase(Admission):
         return self._blocks.blocks_for(sequence.request.max_kv_tokens)
 
 
-def run(rows: list[tuple[Any, int]], policy: str, num_blocks: int, block_size: int) -> dict[str, Any]:
+def run(rows: list[tuple[Any, int]], policy: str, num_blocks: int, block_size: int, budget: int) -> dict[str, Any]:
     """Run one policy and return its line's content."""
     shares = policy in ("ours", "ours, known", "lru") and block_size == HASHED_TOKENS
     blocks = BlockManager(num_blocks, block_size, prefix_caching=shares)
@@ -78,8 +78,8 @@ def run(rows: list[tuple[Any, int]], policy: str, num_blocks: int, block_size: i
     admission = WorstCase(blocks, reserve_blocks=0) if policy == "first-come" else None
     scheduler = Scheduler(
         blocks,
-        max_num_seqs=MAX_ROWS,
-        max_num_batched_tokens=BUDGET,
+        max_num_seqs=min(MAX_ROWS, budget),
+        max_num_batched_tokens=budget,
         keeps_prefixes=shares and policy != "lru",
         admission=admission,
     )
@@ -104,6 +104,7 @@ def run(rows: list[tuple[Any, int]], policy: str, num_blocks: int, block_size: i
         "pool_gib": num_blocks * block_size * BYTES_PER_TOKEN / 2**30,
         "seconds": round(done.seconds, 1),
         "over_bound": round(done.seconds / lower_bound_s(rows, num_blocks, block_size, done.saved_tokens), 3),
+        "steps_over_bound": round(done.steps / least_steps(rows, num_blocks, block_size), 3) if not shares else None,
         "pool_use": round(done.use_before_drain, 4),
         "recomputed": round(done.recomputed_tokens / useful, 5),
         "preemptions": done.preemptions,
@@ -124,16 +125,20 @@ def lower_bound_s(rows: list[tuple[Any, int]], num_blocks: int, block_size: int,
     Decode steps at least as many as keep all blocks busy to the last, or as the longest row takes; every token's GEMM, every
     decoded token's reading of its context. (Reading for prompts is left out; so is a pool in which rows share blocks.)
     """
-    area = read = tokens = 0
-    steps: float
+    read = tokens = 0
     for prompt, made in rows:
         life = max(made, 1)
         tokens += len(prompt) + life - 1
-        area += sum(-(-(len(prompt) + t) // block_size) for t in range(life))
         read += (life - 1) * len(prompt) + life * (life - 1) // 2
-    steps = max(max(n for _, n in rows), 1 if saved_tokens else area / num_blocks)
+    steps = max(n for _, n in rows) if saved_tokens else least_steps(rows, num_blocks, block_size)
     gemm = max(steps * gemm_s(1), (tokens - saved_tokens) * FLOP_PER_TOKEN / FLOP_PER_S)
     return gemm + read * BYTES_PER_TOKEN / READ_PER_S
+
+
+def least_steps(rows: list[tuple[Any, int]], num_blocks: int, block_size: int) -> float:
+    """Return the steps that keep all blocks busy to the last, or that the longest row takes, whichever is more."""
+    area = sum(-(-(len(prompt) + t) // block_size) for prompt, made in rows for t in range(max(made, 1)))
+    return max(max(n for _, n in rows), area / num_blocks)
 
 
 def main() -> None:
@@ -141,15 +146,18 @@ def main() -> None:
     parser.add_argument("trace")
     parser.add_argument("--pool-gib", type=float, action="append", required=True)
     parser.add_argument("--rows", type=int, help="only the first so many")
+    parser.add_argument("--budget", type=int, default=16_384, help="tokens in a step")
+    parser.add_argument("--policy", action="append", help="only this one, and others given")
     args = parser.parse_args()
     rows = list(read_trace(args.trace, args.rows))
     hashed = args.trace.endswith(".jsonl")
     block_size = HASHED_TOKENS if hashed else 16
-    policies = ["ours", "ours, known", *(["lru"] if hashed else []), "first-come"]
+    policies = args.policy or ["ours", "ours, known", *(["lru"] if hashed else []), "first-come"]
     for gib in args.pool_gib:
         num_blocks = int(gib * 2**30 / BYTES_PER_TOKEN / block_size)
         for policy in policies:
-            print(json.dumps({"benchmark": "traces", "trace": args.trace, **run(rows, policy, num_blocks, block_size)}))
+            line = run(rows, policy, num_blocks, block_size, args.budget)
+            print(json.dumps({"benchmark": "traces", "trace": args.trace, "budget": args.budget, **line}), flush=True)
 
 
 if __name__ == "__main__":
