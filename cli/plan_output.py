@@ -121,9 +121,10 @@ def _forecast_rows(table: Table, report: Any) -> None:
         f"peak {told['peak_blocks']:,} of {plan['num_blocks']:,}; {told['preemptions']:,} preemptions, "
         f"{told['recomputed_tokens']:,} tokens computed twice",
     )
-    table.add_row("pool over the run", _waterline(told["waterline"], max(1, plan["num_blocks"] // _scale(told))))
-    if told["generate_s"] is None:
-        table.add_row("foretold time", "unknown: `pagedgen tune` measures this machine with this model")
+    table.add_row("pool over the run", _waterline(told["waterline"], max(1, plan["num_blocks"])))
+    if not told["tokens_per_s"]:
+        unknown = "unknown: `pagedgen tune` measures this machine with this model"
+        table.add_row("foretold time", unknown if report.profile is None else "none: no row runs")
     else:
         table.add_row(
             "foretold time",
@@ -135,10 +136,6 @@ def _forecast_rows(table: Table, report: Any) -> None:
             f"with {other['what']}",
             f"{other['num_blocks']:,} blocks: {other['steps']:,} steps, {other['preemptions']:,} preemptions{seconds}",
         )
-
-
-def _scale(told: dict[str, Any]) -> int:
-    return max(1, round(told["num_rows"] / max(1, told["simulated_rows"])))
 
 
 def _lengths_table(report: Any) -> Table:

@@ -15,7 +15,7 @@ from .errors import InputError, PagedgenError, UsageError
 from .jobs.output import output_schema
 from .jobs.planning import tuned
 from .jobs.report import JobReport, PlanReport, Progress
-from .jobs.resume import begin, check_side_files, clear_up, find_finished, own_files, refuse_inside
+from .jobs.resume import begin, begun_block_size, check_side_files, clear_up, find_finished, own_files, refuse_inside
 from .jobs.run import Run
 from .jobs.setup import Job, estimate_plan, prepare
 from .rows.output_path import check_output
@@ -34,12 +34,13 @@ def run_job(config: JobConfig, progress: Progress, stopper: Stopper) -> JobRepor
             can't be written. Finished rows are kept in `<output>.parts/`.
     """
     stats = RunStats()
+    assert config.output is not None
+    sources, skipped = expand_inputs(config.inputs, config.format, own_files(config))
+    output = check_output(config.output, [s.path for s in sources if s.path is not None])
     if config.auto_block_size:
         threads.prepare()
         config = with_block_size(config, progress, stopper)
     assert config.output is not None
-    sources, skipped = expand_inputs(config.inputs, config.format, own_files(config))
-    output = check_output(config.output, [s.path for s in sources if s.path is not None])
     progress.phase("opening the model")
     threads.prepare()
     from .engine.opened import open_model
@@ -115,15 +116,16 @@ def plan_only(
     stats = RunStats()
     progress.phase("opening the model")
     threads.prepare()
-    if config.auto_block_size and trace is None:
+    if config.auto_block_size:
         config = with_block_size(config, progress, stopper)
     opened = open_model(config.engine, planning=device_memory_bytes is not None, chat_template=config.chat_template)
     opened = tuned(opened, config.engine)
     facts: dict[str, Any] = {"stats": stats, "progress": progress}
     if trace is not None:
-        rows, outputs = trace_rows(opened, trace, config)
+        rows, outputs, too_long = trace_rows(opened, trace, config)
+        lost: dict[str, Any] = dict(too_long)
         with contextlib.closing(rows):
-            estimate = functools.partial(estimate_plan, opened, device_memory_bytes=device_memory_bytes)
+            estimate = functools.partial(estimate_plan, opened, device_memory_bytes=device_memory_bytes, **lost)
             return report(opened, config, estimate, rows, lambda r, _: outputs[r.row_index], files=[trace], **facts)
     with opened_job(config, opened, stats, stopper) as job:
         rows, ended = read_rows(job, progress)
@@ -137,7 +139,7 @@ def plan_only(
 @contextlib.contextmanager
 def opened_job(config: JobConfig, opened: Any, stats: RunStats, stopper: Stopper) -> Iterator[Job]:
     """Open a job's input to look at it; nothing of it is kept."""
-    sources, _ = expand_inputs(config.inputs, config.format)
+    sources, _ = expand_inputs(config.inputs, config.format, own_files(config) if config.output is not None else ())
     with opened_workspace("-", stopper) as workspace:
         if "-" in config.inputs:
             sources, _ = _with_stdin(config, workspace)
@@ -145,19 +147,22 @@ def opened_job(config: JobConfig, opened: Any, stats: RunStats, stopper: Stopper
 
 
 def with_block_size(config: JobConfig, progress: Progress, stopper: Stopper) -> JobConfig:
-    """Read a job's rows once and return it with the block size that suits them.
+    """Read a job's rows once and return it with the block size that suits them; an unfinished run of it keeps its own.
 
     Raises:
-        UsageError: the rows come from stdin, which can't be read twice.
+        UsageError: the rows come from stdin, which can't be read twice, or there are none.
     """
     from .engine.opened import open_model
     from .jobs.planning import read_rows, suited_block_size
 
-    if "-" in config.inputs:
-        raise UsageError("--block-size auto reads the input twice, which stdin can't be")
+    if not config.inputs or "-" in config.inputs:
+        raise UsageError("--block-size auto reads the rows first: from files, not from stdin or a trace")
+    size = None if config.output in (None, "-") or config.restart else begun_block_size(config.output or "")
+    if size is not None:
+        return dataclasses.replace(config, engine=dataclasses.replace(config.engine, block_size=size))
     opened = open_model(config.engine, planning=True, chat_template=config.chat_template)
     with opened_job(config, opened, RunStats(), stopper) as job:
-        rows, _ = read_rows(job, progress)
+        rows, _ = read_rows(job, progress, lambda: stopper.reason is not None)
         with contextlib.closing(rows):
             size = suited_block_size(opened, config, rows)
     progress.note(f"blocks of {size} tokens suit these rows (--block-size auto)")

@@ -3,6 +3,10 @@
 For a grid of moments ahead (in tokens each row gets until then) the expected use of the pool is added up: each row's own blocks
 then, times the chance that it is still there; what rows share counts once. A row is admitted while the largest of these sums,
 with a margin for chance, fits. Where all lengths are known this is the peak of what is to come itself.
+
+Rows that start together also end together: they fill the pool at their end only, and leave it empty for the next. So the later
+the moment, the less of the pool may be taken then (`_STAGGER` less when the last running row is to end): the first rows
+start in smaller numbers, others join them while they grow, and from then on there are rows of every age.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from .output_lengths import OutputLengths, has_exact_length
 
 _MOMENTS = np.unique(np.concatenate([np.arange(4), np.geomspace(4, 1 << 17, 44).astype(np.int64)]))
 _EXACT_MOMENTS = 128
+_STAGGER = 0.35
+_HALF_A_BLOCK = 0.5
 _WAIT_CALLS = 4  # after a refusal, calls until it is asked again although no block came free
 
 
@@ -58,12 +64,15 @@ class Admission:
         self._fixed = self._blocks.num_used_blocks - own_now
 
     def fits(self, sequence: Sequence, new_shared_blocks: int, kept_blocks: int) -> bool:
-        """Return True when a row is expected to fit beside those counted so far. Blocks of its beginning that are not in the
-        pool yet: `new_shared_blocks`; idle blocks that must stay: `kept_blocks`."""
+        """Return True when a row is expected to fit beside those counted so far.
+
+        `new_shared_blocks`: blocks of its beginning that are not in use yet; `kept_blocks`: idle blocks that must stay.
+        """
         mean, variance = self._use([sequence])
-        peak = (self._mean + mean + self._deviations * np.sqrt(self._variance + variance)).max()
-        room = self._blocks.num_blocks - self._reserve - kept_blocks
-        if self._fixed + new_shared_blocks + peak <= room:
+        use = self._mean + mean + self._deviations * np.sqrt(self._variance + variance)
+        room = self._blocks.num_blocks - self._reserve - kept_blocks - self._fixed - new_shared_blocks
+        end = self._after[self._mean + mean > _HALF_A_BLOCK].max(initial=1)
+        if (use <= room * (1 - _STAGGER * np.minimum(self._after / end, 1))).all():
             return True
         self._refused = (self._blocks.num_available_blocks, _WAIT_CALLS)
         return False
@@ -76,22 +85,26 @@ class Admission:
         self._variance = self._variance + variance
 
     def _use(self, rows: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean and variance of the rows' own blocks at each moment, those of samples not yet forked included."""
+        """Return mean and variance, (K,) each, of the rows' own blocks at each moment; samples not yet forked included."""
         size = self._blocks.block_size
         tokens = np.array([len(s.token_ids) for s in rows])[:, None]
         shared = np.array([s.num_shared_blocks for s in rows])[:, None]
-        copies = np.array([1 + s.num_pending_samples for s in rows])[:, None]
-        blocks = np.maximum(-(-(tokens + self._after) // size) - shared, 0)
+        pending = np.array([s.num_pending_samples for s in rows])[:, None]
+        prompts = np.array([s.num_prompt_tokens // size for s in rows])[:, None]
+        blocks = -(-(tokens + self._after) // size)
+        own = np.maximum(blocks - shared, 0)
+        forked = np.maximum(blocks - np.maximum(shared, prompts), 0)  # a sample shares its prompt's full blocks
         alive = self.lengths.survival(rows, self._after)
-        return (copies * alive * blocks).sum(0), (copies * alive * (1 - alive) * blocks * blocks).sum(0)
+        chance = alive * (1 - alive)
+        return (alive * (own + pending * forked)).sum(0), (chance * (own**2 + pending * forked**2)).sum(0)
 
 
 def _moments(rows: list[Sequence]) -> np.ndarray:
-    """Return the moments to look at: rows of known length make peaks just before they end."""
+    """Return the moments to look at, (K,) tokens ahead: rows of known length make peaks just before they end."""
     exact = [s.request.max_tokens - s.num_generated_tokens - 1 for s in rows if has_exact_length(s.request)]
     if not exact:
         return _MOMENTS
     ends = np.unique(np.maximum(exact, 0))
     if len(ends) > _EXACT_MOMENTS:
         ends = ends[np.linspace(0, len(ends) - 1, _EXACT_MOMENTS).astype(np.int64)]
-    return ends if len(exact) == len(rows) else np.union1d(ends, _MOMENTS)
+    return np.union1d(ends, _MOMENTS)  # rows that are not looked at may end later

@@ -11,6 +11,7 @@ import numpy as np
 from .batch import BlockTableArray, SharedGroups
 from .scheduler import ScheduledStep
 
+_DEEPEST = 400  # cuts within cuts: no prompts differ so, but a stack has an end
 _LEAST_SPARED = 4  # block reads; below it a group of its own isn't worth its work items
 
 
@@ -50,10 +51,10 @@ def group_decodes(step: ScheduledStep, tables: BlockTableArray, block_size: int)
 
 def _best_groups(common: np.ndarray) -> list[tuple[int, int, int]]:
     """Return (first row, end row, blocks) of groups, in order; `common` (n - 1,): what each row shares with the one before."""
-    return _best(common, 0, len(common) + 1)[1]
+    return _best(common, 0, len(common) + 1, _DEEPEST)[1]
 
 
-def _best(common: np.ndarray, first: int, end: int) -> tuple[int, list[tuple[int, int, int]]]:
+def _best(common: np.ndarray, first: int, end: int, depth: int) -> tuple[int, list[tuple[int, int, int]]]:
     """Return the block reads spared by the best groups of rows first to end, and those groups."""
     between = common[first : end - 1]
     if not len(between):
@@ -62,8 +63,8 @@ def _best(common: np.ndarray, first: int, end: int) -> tuple[int, list[tuple[int
     spared = least * len(between)
     one = (spared, [(first, end, least)]) if spared >= _LEAST_SPARED else (0, [])
     # A cut where least is shared spares at most all the rest; where that is no more, one group is best.
-    if spared >= int(between.sum()) - least:
+    if not depth or spared >= int(between.sum()) - least:
         return one
     cut = first + int(between.argmin()) + 1
-    left, right = _best(common, first, cut), _best(common, cut, end)
+    left, right = _best(common, first, cut, depth - 1), _best(common, cut, end, depth - 1)
     return one if one[0] >= left[0] + right[0] else (left[0] + right[0], left[1] + right[1])

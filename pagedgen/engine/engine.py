@@ -120,11 +120,11 @@ class Engine:
             self.runner.allocate_cache(
                 blocks.num_blocks, host_blocks=host_blocks, disk_blocks=disk_blocks, disk_path=config.disk_swap_path
             )
-        feed: Feed = ListFeed(requests) if isinstance(requests, Iterable) else requests
         planned = None
-        if config.sort == "prefix" and isinstance(requests, Iterable):
-            feed = planned = PlannedFeed(feed, config.block_size)
         try:
+            feed: Feed = ListFeed(requests) if isinstance(requests, Iterable) else requests
+            if config.sort == "prefix" and isinstance(requests, Iterable):
+                feed = planned = PlannedFeed(feed, config.block_size)
             with scheduler:
                 finished = Generation(
                     feed=feed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from .profile import MachineProfile
 from .scheduler import make_scheduler
 from .simulation import SimulatedRun, simulate
 
-_MOST_SIMULATED_ROWS, _RUN_ROWS = 2048, 64  # of more, a sample is run through as large a share of the pool
+_MOST_SIMULATED_ROWS, _SAMPLE_OF_SEQS, _RUN_ROWS = 2048, 8, 64  # of more, a sample is run through as large a share of the pool
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Forecast:
     """A job's run, foretold."""
 
     num_rows: int
-    simulated_rows: int  # fewer where the job is large: a kth of the rows, in a kth of the pool
+    simulated_rows: int  # fewer where the job is large; the numbers below are scaled up
     steps: int
     peak_blocks: int
     pool_use: float  # until no row waits
@@ -60,14 +60,14 @@ def forecast(
     lengths: Callable[[Request, int], int],
 ) -> Forecast:
     """Run rows, which were all read, through the scheduler in simulation."""
-    every = max(1, -(-len(rows) // _MOST_SIMULATED_ROWS))
+    if not len(rows):
+        return _told(SimulatedRun(num_blocks, config.block_size or 1), 0, 0, profile, 0)
+    # Of many rows a sample, in runs of neighbours, so that what they share stays shared; enough to fill the pool several times.
+    sample = max(_MOST_SIMULATED_ROWS, _SAMPLE_OF_SEQS * (config.max_num_seqs or 1))
+    every = max(1, len(rows) // sample)
     order = rows.order if config.sort == "prefix" else np.arange(len(rows))
-    # Of many rows a sample, in runs of neighbours, so that what they share stays shared.
-    numbers = np.concatenate([order[s : s + _RUN_ROWS] for s in range(0, len(order), every * _RUN_ROWS)])
-    chosen = [rows.request(number) for number in sorted(numbers.tolist())]
-    if every > 1:
-        num_blocks = max(-(-num_blocks // every), max(-(-r.max_kv_tokens // (config.block_size or 1)) for r in chosen))
-        config = replace(config, max_num_seqs=max(1, (config.max_num_seqs or 1) // every))
+    numbers = [int(i) for s in range(0, len(order), every * _RUN_ROWS) for i in order[s : s + _RUN_ROWS]]
+    chosen = [rows.request(number) for number in sorted(numbers)]
     if config.sort == "length":
         chosen.sort(key=lambda r: -r.max_kv_tokens)
     blocks, scheduler = make_scheduler(config, num_blocks)
@@ -86,14 +86,16 @@ def forecast(
 
 
 def _told(run: SimulatedRun, num_rows: int, num_chosen: int, profile: MachineProfile | None, attainable: int) -> Forecast:
-    """Scale a simulated sample up to the job."""
+    """Scale a simulated sample up to the job: its steps until no row waited are repeated, the drain is not."""
     scale = num_rows / max(1, num_chosen)
-    generate_s = run.seconds * scale if profile is not None else None
+    full = (num_rows - run.rows_at_drain) / max(1, num_chosen - run.rows_at_drain) if scale > 1 else 1.0
+    steps = run.steps_before_drain * (full - 1) + run.steps
+    generate_s = run.seconds_before_drain * (full - 1) + run.seconds if profile is not None else None
     return Forecast(
         num_rows=num_rows,
         simulated_rows=num_chosen,
-        steps=round(run.steps),
-        peak_blocks=round(run.peak_blocks * scale),
+        steps=round(steps),
+        peak_blocks=run.peak_blocks,
         pool_use=run.use_before_drain,
         recomputed_tokens=round(run.recomputed_tokens * scale),
         preemptions=round(run.preemptions * scale),
@@ -157,7 +159,7 @@ def histogram(values: np.ndarray) -> list[dict[str, int]]:
     """Return counts of lengths in bins of powers of two: `from` and `to` (inclusive), `rows`."""
     if not len(values):
         return []
-    tops = 2 ** np.arange(0, 31)
+    tops = 2 ** np.arange(0, 63)
     bins = np.searchsorted(tops, values)
     low, high = int(bins.min()), int(bins.max())
     return [

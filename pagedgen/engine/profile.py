@@ -99,7 +99,9 @@ def load_profile(path: Path) -> MachineProfile | None:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             return None
-        return MachineProfile(**document)
+        profile = MachineProfile(**document)
+        profile.predict(1, 1, 1, 1)
+        return profile if profile.tokens else None
     except (OSError, ValueError, TypeError):
         return None
 

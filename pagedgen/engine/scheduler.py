@@ -152,7 +152,7 @@ class Scheduler:
                 prefill_budget -= granted
 
         if self.admitting and self.num_preemptions == preemptions_before:
-            self._admit(prefills, prefill_budget)
+            self._admit(prefills, prefill_budget, is_busy=bool(decodes or prefills))
         step = ScheduledStep(
             sequences=decodes + [s for s, _ in prefills],
             num_scheduled_tokens=[1] * len(decodes) + [n for _, n in prefills],
@@ -218,6 +218,7 @@ class Scheduler:
         self._let_go(self._leaders.settle(sequence, sequence.digests))
         self._blocks.hand_over(sequence, successor, kept)
         successor.num_cached_tokens = successor.num_seen_tokens = kept
+        successor.num_shared_blocks = min(sequence.num_shared_blocks, kept // self._blocks.block_size)
         self.num_kept_tokens += kept
         self.running[self.running.index(sequence)] = successor
         return successor
@@ -268,15 +269,16 @@ class Scheduler:
         self._queue(sequence)
         return left
 
-    def _admit(self, prefills: list[tuple[Sequence, int]], prefill_budget: int) -> None:
+    def _admit(self, prefills: list[tuple[Sequence, int]], prefill_budget: int, *, is_busy: bool) -> None:
         """Start waiting rows in order while they and the running rows are expected to fit together (see `admission.py`).
 
         Admitting by the tokens a row has now fills the pool with rows that must evict each other as they grow; admitting by
-        the most it may get leaves the pool half empty. Rows that wait for a leader let others pass.
+        the most it may get leaves the pool half empty. Rows that wait for a leader let others pass. In a step that is not
+        busy, in which no running row computes anything, the first row that the pool can take starts whatever is forecast.
         """
         admission, blocks = self._admission, self._blocks
         num_seqs = sum(1 + s.num_pending_samples for s in self.running)
-        if not self._waiting or num_seqs >= self._max_num_seqs or admission.is_futile():
+        if not self._waiting or num_seqs >= self._max_num_seqs or (is_busy and admission.is_futile()):
             return
         begun = False
         while self._waiting and prefill_budget > 0:
@@ -294,7 +296,7 @@ class Scheduler:
                 begun = True
             kept = blocks.num_cached_blocks - idle_hits if self._keeps_prefixes else 0
             new_shared = shared - len(hits) + idle_hits
-            if self.running and not admission.fits(sequence, new_shared, kept):
+            if is_busy and not admission.fits(sequence, new_shared, kept):
                 return
             known = len(hits) * blocks.block_size
             chunk = min(len(sequence.token_ids) - known, prefill_budget)
@@ -311,6 +313,7 @@ class Scheduler:
             self.running.append(sequence)
             prefills.append((sequence, chunk))
             prefill_budget -= chunk
+            is_busy = True
 
     def _num_shared_blocks(self, sequence: Sequence, num_hits: int) -> int:
         """Return how many of a waiting row's first blocks are not its alone: found, or looked for by others too."""

@@ -29,6 +29,8 @@ class SimulatedRun:
     block_size: int
     steps: int = 0
     seconds: float = 0.0  # by the cost model
+    seconds_before_drain: float = 0.0
+    rows_at_drain: int = 0  # in flight when no row waited any more
     peak_blocks: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
@@ -72,12 +74,16 @@ def simulate(
             run.steps_before_drain += 1
             used_before_drain += used + kept
             live_before_drain += used
+        else:
+            run.rows_at_drain = max(run.rows_at_drain, len(scheduler.running))
         run.peak_blocks = max(run.peak_blocks, used)
         rows_in_flight += len(scheduler.running)
         run.computed_tokens += sum(step.num_scheduled_tokens)
         sampled = [s for s, n in zip(step.sequences, step.num_scheduled_tokens, strict=True) if n == s.num_uncomputed_tokens]
         if cost is not None:
             run.seconds += cost.step_s(step, sampled)
+        if scheduler.num_waiting:
+            run.seconds_before_drain = run.seconds
         if run.steps % every == 0:
             run.series.append((run.steps, run.seconds, used, kept, scheduler.num_waiting))
             if len(run.series) > 2 * _SERIES_SAMPLES:

@@ -25,6 +25,7 @@ class _GroupFeed:
         self.not_run: Counter[str] = Counter()
 
     def take(self, *, wait: bool) -> list[Request]:
+        """See `engine.feed.Feed`."""
         group = next(self._groups, None)
         if group is None:
             self.exhausted = True
@@ -49,7 +50,7 @@ def stored_profile(opened: Any) -> Any:
 def tuned(opened: Any, config: EngineConfig) -> Any:
     """Return an opened model with what `tune` found best where the flags leave it open: the tokens in a step."""
     profile = stored_profile(opened)
-    if profile is None or config.max_num_batched_tokens is not None:
+    if profile is None or not profile.max_num_batched_tokens or config.max_num_batched_tokens is not None:
         return opened
     budget = max(profile.max_num_batched_tokens, opened.config.max_num_seqs)
     return replace(opened, config=replace(opened.config, max_num_batched_tokens=budget))
@@ -66,7 +67,7 @@ def _machine(device: str) -> str:
     return device_name(device) or cpu_name()
 
 
-def read_rows(job: Job, progress: Progress) -> tuple[Any, Counter[str]]:
+def read_rows(job: Job, progress: Progress, stop: Callable[[], bool] = lambda: False) -> tuple[Any, Counter[str]]:
     """Read all rows of a job; return them as an `engine.order.PlannedFeed`, to be closed, and what didn't get there."""
     from ..engine.order import PlannedFeed
 
@@ -74,7 +75,7 @@ def read_rows(job: Job, progress: Progress) -> tuple[Any, Counter[str]]:
     feed = _GroupFeed(job.reader().groups())
     rows = PlannedFeed(feed, job.opened.config.block_size)
     try:
-        rows.read(lambda: False)
+        rows.read(stop)
     except BaseException:
         rows.close()
         raise
@@ -84,8 +85,8 @@ def read_rows(job: Job, progress: Progress) -> tuple[Any, Counter[str]]:
     return rows, feed.not_run
 
 
-def trace_rows(opened: Any, path: str, config: JobConfig) -> tuple[Any, dict[int, int]]:
-    """Read a trace's rows as prompts of made-up tokens; return them, and each row's output length.
+def trace_rows(opened: Any, path: str, config: JobConfig) -> tuple[Any, dict[int, int], Counter[str]]:
+    """Read a trace's rows as prompts of made-up tokens; return them, each row's output length, and what can't run.
 
     Raises:
         InputError: it can't be read or has no rows.
@@ -94,16 +95,25 @@ def trace_rows(opened: Any, path: str, config: JobConfig) -> tuple[Any, dict[int
     from ..engine.order import PlannedFeed
     from ..rows.traces import read_trace
 
-    requests, outputs = [], {}
+    requests, outputs, not_run = [], {}, Counter[str]()
+    most = opened.config.max_model_len
     for index, (prompt, made) in enumerate(read_trace(path, config.limit)):
+        room = most - len(prompt)
+        if room < 1:
+            not_run["num_too_long"] += 1
+            continue
         outputs[index] = max(1, made)
-        params = replace(config.sampling, max_tokens=max(config.sampling.max_tokens, outputs[index]))
-        requests.append(Request(index, prompt, params, params.max_tokens, frozenset({0}), 0))
-    if not requests:
+        max_tokens = min(room, max(config.sampling.max_tokens, outputs[index]))
+        requests.append(Request(index, prompt, config.sampling, max_tokens, frozenset({0}), 0))
+    if not requests and not not_run:
         raise InputError(f"{path}: the trace has no rows")
     rows = PlannedFeed(ListFeed(requests), opened.config.block_size)
-    rows.read(lambda: False)
-    return rows, outputs
+    try:
+        rows.read(lambda: False)
+    except BaseException:
+        rows.close()
+        raise
+    return rows, outputs, not_run
 
 
 def report(
@@ -136,10 +146,9 @@ def report(
         num_blocks = max(1, int(plan.max_block_num * factor))
         if num_blocks >= most and plan.num_blocks >= most:
             continue  # the job has all it can use either way
-        largest = max(rows.request(i).max_kv_tokens for i in range(len(rows))) if factor < 1 else 0
-        if num_blocks * plan.block_size >= largest:
-            other = forecast(rows, engine, min(num_blocks, max(most, 1)), profile, lengths)
-            what_if.append({"what": name, "num_blocks": num_blocks, **asdict(other)})
+        other = asdict(forecast(rows, engine, min(num_blocks, max(most, 1)), profile, lengths))
+        del other["waterline"]
+        what_if.append({"what": name, "num_blocks": num_blocks, **other})
     details = asdict(told)
     details["wall_s"] = None if told.generate_s is None else told.generate_s + profile.start_s + read_s
     sharing = asdict(rows.sharing)
@@ -210,6 +219,8 @@ def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
     progress.phase("measuring steps")
     steps = measure_steps(engine, progress.note)
     profile = fit_profile(steps, _machine(opened.config.device), opened.config.block_size or 0, start_s)
+    if config.max_num_batched_tokens is not None:
+        profile.max_num_batched_tokens = 0  # what larger steps are like wasn't seen
     progress.phase("measuring block sizes")
     profile.decode_s_by_block_size = measure_block_sizes(engine)
     path = _path(opened)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from ..config import JobConfig
-from ..errors import UsageError
+from ..errors import PagedgenError, UsageError
 from ..rows.manifest import differences
 from ..rows.output_path import OutputPath, check_writable
 from ..rows.parts import PartStore
@@ -167,6 +168,18 @@ def refuse_inside(workspace: Workspace, config: JobConfig, inputs: list[Path]) -
 def real(name: Path | str) -> Path:
     """Return a path without links, as far as there are no circles."""
     return Path(os.path.realpath(name))
+
+
+def begun_block_size(output: str) -> int | None:
+    """Return the block size of the run that left an output or its parts, where one did: results are bound to it."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, PagedgenError):
+        there = finished_manifest(Path(output))
+        if there is not None:
+            return int(there["engine"]["block_size"])
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        begun = json.loads((Path(f"{output}.parts") / "manifest.json").read_text(encoding="utf-8"))
+        return int(begun["job"]["engine"]["block_size"])
+    return None
 
 
 def own_files(config: JobConfig) -> set[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import InputError, OutputError
 from ..request import Request
-from ..rows.durable import write_whole
+from ..rows.durable import telling, write_whole
 from ..rows.output_path import OutputPath
 from ..rows.parts import PartStore
 from ..rows.schema import Result
@@ -59,7 +59,12 @@ class Run:
         feed = RowFeed(self._reader.groups(), self._take_in)
         rows, plan, completed = None, None, True
         try:
-            rows, lengths = self._read_ahead(feed, lambda: self._stopper.control() is not Control.GO_ON)
+
+            def stop() -> bool:
+                self._parts.flush_if_due()  # rows that ended without the engine
+                return self._stopper.control() is not Control.GO_ON
+
+            rows, lengths = self._read_ahead(feed, stop)
             if self._stats.rows_reused:
                 progress.note(f"{self._stats.rows_reused:,} results of an earlier run are kept")
             if self._stopper.reason is not None:
@@ -152,9 +157,11 @@ class Run:
         if engine.sort != "prefix":
             feed.look_ahead(LOOKAHEAD_ROWS, LOOKAHEAD_TOKENS, stop)
             return feed, RequestLengths(feed.held)
-        planned = PlannedFeed(feed, engine.block_size, directory=str(self._workspace.directory))
+        directory = self._workspace.directory
+        planned = PlannedFeed(feed, engine.block_size, directory=str(directory))
         try:
-            planned.read(stop)
+            with telling(directory, "keep the rows that wait in"):
+                planned.read(stop)
         except BaseException:
             planned.close()
             raise

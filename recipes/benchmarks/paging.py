@@ -10,7 +10,7 @@ same KV memory, in one run:
     paged        pagedgen with a pool of kv_tokens // block_size blocks
     paged_small  the same, with no more rows in flight than a static batch has: the memory that these take when paged
 
-All take rows in input order (`--sort length` is pagedgen's own default). `--cache static` is transformers' StaticCache of the
+All take rows in input order (`--sort prefix` is pagedgen's own default). `--cache static` is transformers' StaticCache of the
 reserved length, not compiled: its attention reads every reserved slot. With `--cache dynamic` its cache grows as needed and the
 reservation is only accounted for, which is kinder to static's seconds. All other numbers are the same.
 

@@ -139,3 +139,53 @@ def test_where_a_plan_cant_help_is_said(tiny_model, tmp_path, cache, rows, flags
     path.write_text("".join(json.dumps({"prompt_token_ids": r}) + "\n" for r in rows))
     told = plan(tiny_model("llama"), path, "--max-tokens", 4, *flags)
     assert any(says in warning for warning in told["warnings"])
+
+
+@pytest.mark.parametrize(
+    "rows", [[{"prompt": 5}, {"prompt": None}], [{"prompt_token_ids": [5] * 5000}]], ids=["bad", "too long"]
+)
+def test_a_plan_without_a_row_that_runs_is_a_plan(tiny_model, tmp_path, cache, rows):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    told = plan(tiny_model("llama"), path)
+    assert told["forecast"]["steps"] == told["forecast"]["generated_tokens"] == 0
+    assert told["num_rows"] == len(rows)
+    assert pagedgen("plan", tiny_model("llama"), path).returncode == 0
+
+
+def test_rows_of_a_trace_that_dont_fit_the_context_are_left_out(tiny_model, tmp_path, cache):
+    path = tmp_path / "trace.csv"
+    path.write_text("input_length,output_length\n20,5\n9000,5\n30,7\n")
+    told = plan(tiny_model("llama"), "--trace", path)
+    assert (told["num_rows"], told["num_too_long"]) == (3, 1)
+    assert told["forecast"]["generated_tokens"] == 12
+    assert told["sharing"]["prompt_tokens"] == 50
+
+
+def test_a_large_job_is_foretold_from_a_sample(tiny_model, tmp_path, cache, monkeypatch):
+    """Equal rows: twice as many take twice as long, whether all were simulated or not."""
+    from pagedgen.engine import forecast
+
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"prompt_token_ids": [i % 90, i // 90, 3]}) + "\n" for i in range(1200)))
+    flags = ["--max-num-seqs", 8, "--max-tokens", 6, "--ignore-eos"]
+    whole = plan(tiny_model("llama"), path, *flags)["forecast"]
+    monkeypatch.setattr(forecast, "_MOST_SIMULATED_ROWS", 200)
+    sampled = plan(tiny_model("llama"), path, *flags)["forecast"]
+    assert whole["simulated_rows"] == 1200
+    assert sampled["simulated_rows"] < 400
+    for name in ("steps", "generated_tokens", "computed_tokens"):
+        assert sampled[name] == pytest.approx(whole[name], rel=0.05)
+    assert sampled["peak_blocks"] == whole["peak_blocks"]
+
+
+def test_an_unfinished_job_keeps_the_block_size_it_chose(tiny_model, prompts, tmp_path, cache):
+    from pagedgen.jobs.resume import begun_block_size
+
+    model, out = tiny_model("llama"), tmp_path / "out.jsonl"
+    assert begun_block_size(str(out)) is None
+    assert pagedgen("run", model, prompts, "-o", out, "--block-size", 4).returncode == 0
+    assert begun_block_size(str(out)) == 4
+    again = pagedgen("run", model, prompts, "-o", out, "--block-size", "auto")
+    assert again.returncode == 0, again.stderr
+    assert "complete" in again.stderr

@@ -86,9 +86,10 @@ def test_prefix_cache_on_and_off_write_the_same_answers(tiny_model, prompts, tmp
         assert done.returncode == 0, done.stderr
     on, off = map(read_jsonl, outs)
     assert [r["response"] for r in on] == [r["response"] for r in off]
-    # The longest row led. All others found the six blocks of the 25 common bytes, and what more of the x's they share.
-    assert [r["num_cached_tokens"] for r in on][-1] == 0
-    assert all(r["num_cached_tokens"] >= 24 for r in on[:-1])
+    # One row led. All others found the six blocks of the 25 common bytes, and what more of the x's they share.
+    found = sorted(r["num_cached_tokens"] for r in on)
+    assert found[0] == 0
+    assert found[1] >= 24
     assert {r["num_cached_tokens"] for r in off} == {0}
     stats = stats_of(outs[0])
     assert stats["cached_tokens"] == stats["prefix_cache"]["saved_tokens"] == sum(r["num_cached_tokens"] for r in on)

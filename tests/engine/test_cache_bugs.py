@@ -9,10 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from naive_pool import NaivePool, num_held
+from naive_pool import EagerAdmission, NaivePool, num_held
 from pagedgen.kernels.api import load_backend
 
-from pagedgen.engine.admission import Admission
 from pagedgen.engine.batch import BlockTableArray, build_batch
 from pagedgen.engine.block_manager import BlockManager
 from pagedgen.engine.kv_cache import KVCache
@@ -177,13 +176,6 @@ def test_kvcached_362_a_digest_does_not_outlive_its_block():
     assert pool.blocks.match(again) == []
     assert pool.blocks.pool.num_evictions == 2
     pool.check(stranger)
-
-
-class EagerAdmission(Admission):
-    """Admits rows by the tokens they have now, so that they must evict each other."""
-
-    def fits(self, *row):
-        return True
 
 
 def drive(rows, num_blocks, *, budget=6, max_num_seqs=4, **settings):

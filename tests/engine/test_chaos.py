@@ -105,7 +105,7 @@ def test_the_job_uses_everything(job, watched):
     answers = job.answer()
     stats = job.engine.stats
     assert len(answers) == 6 + 3 + 2
-    assert stats.preemptions > 3
+    assert stats.preemptions >= 3
     assert stats.prefix.saved_tokens > 0
     moved = stats.swap.moved_blocks
     assert {"device to device", "device to host", "host to device"} <= moved.keys()

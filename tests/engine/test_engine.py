@@ -13,7 +13,7 @@ from pagedgen.sampling_params import SamplingParams
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden" / "chat_fp32.jsonl"
 
 
-def test_counters_add_up(tiny_model, engine_run, make_prompts):
+def test_counters_add_up(tiny_model, engine_run, make_prompts, eager_admission):
     run = engine_run(tiny_model("llama"), block_size=4, num_gpu_blocks_override=24)
     prompts = make_prompts([20] * 12)
     done = run.sequences(prompts, SamplingParams(max_tokens=30, ignore_eos=True))
@@ -101,7 +101,7 @@ def test_case_kv_02_many_rows_of_every_ending_leave_no_block(tiny_model, engine_
     assert (run.stats.prefix.saved_tokens > 0) == caching
 
 
-def test_case_pr_02_seeded_samples_do_not_depend_on_company(tiny_model, engine_run, make_prompts):
+def test_case_pr_02_seeded_samples_do_not_depend_on_company(tiny_model, engine_run, make_prompts, eager_admission):
     """Same (seed, row): same tokens alone, in a crowd, in another order, preempted; other row or seed: other tokens."""
     model = tiny_model("llama")
     prompt = make_prompts([9])[0]

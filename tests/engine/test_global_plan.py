@@ -86,10 +86,17 @@ def test_the_pool_is_full_until_the_drain_and_little_is_computed_twice(num_block
     useful = int(prompts.sum() + outputs.sum())
     assert done.generated_tokens == outputs.sum()
     # 33 and 85 rows in flight. Chance weighs less where there are more: recipes/benchmarks/traces.py has 130 to 480.
-    assert done.live_before_drain > (0.96 if knows else 0.94)
+    assert done.live_before_drain > (0.95 if knows else 0.93)
     assert done.recomputed_tokens < (0.002 if knows else 0.025) * useful
     area = sum(sum(-(-(p + t) // SIZE) for t in range(o)) for p, o in zip(prompts, outputs, strict=True)) / num_blocks
     assert done.steps_before_drain < 1.08 * area
+
+
+def test_rows_of_one_length_do_not_all_start_and_end_together():
+    requests = [request(i, [i] * 100, 500, eos=()) for i in range(256)]
+    done, _ = run(requests, 1000)
+    assert done.recomputed_tokens == 0
+    assert done.live_before_drain > 0.74  # 0.58 when they do
 
 
 def test_samples_are_forecast_before_they_are_forked():
@@ -97,6 +104,7 @@ def test_samples_are_forecast_before_they_are_forked():
     done, _ = run(requests, 200)
     assert done.generated_tokens == 20 * 8 * 64
     assert done.recomputed_tokens < 0.02 * done.computed_tokens
+    assert done.live_before_drain > 0.6  # eight prompts of 100 tokens each would be reserved for a row that has one
 
 
 def test_survival_counts_rows_in_flight_and_ends_at_the_limit():
@@ -130,7 +138,7 @@ def naive_peak(rows, size):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_known_lengths_are_admitted_up_to_their_true_peak(seed):
+def test_known_lengths_are_admitted_up_to_their_true_peak(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     shapes = [(int(p), int(o)) for p, o in zip(rng.integers(1, 200, 12), rng.integers(1, 120, 12), strict=True)]
     blocks = BlockManager(4000, SIZE, prefix_caching=False)
@@ -142,6 +150,7 @@ def test_known_lengths_are_admitted_up_to_their_true_peak(seed):
     candidate = Sequence(request(99, [0] * 150, 60, eos=()))
     peak = naive_peak([(p, o) for p, o in [*shapes, (150, 60)]], SIZE)
     for capacity, fits in ((peak, True), (peak - 1, False)):
+        monkeypatch.setattr("pagedgen.engine.admission._STAGGER", 0.0)
         admission = Admission(blocks, reserve_blocks=4000 - capacity)
         admission.begin(running, [candidate])
         assert admission.fits(candidate, 0, 0) == fits
@@ -161,4 +170,13 @@ def test_rows_wait_in_a_file_when_they_are_many(tmp_path, monkeypatch):
     assert sorted(taken, key=lambda r: r.row_index) == requests
     assert [r.row_index % 3 for r in taken] == sorted((r.row_index % 3 for r in taken), key=[0, 2, 1].index)
     assert taken[0].row_index == 99  # the most is expected of it
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+
+
+def test_rows_past_the_sixteen_looked_at_are_seen_to_their_ends():
+    """Short rows hide what a long one behind them grows to."""
+    requests = [request(i, [i] * 16, 10, eos=()) for i in range(40)] + [
+        request(100 + i, [i] * 16, 1500, eos=()) for i in range(20)
+    ]
+    done, _ = run(requests, 100, sort="none")
+    assert done.recomputed_tokens <= 0.02 * done.computed_tokens

@@ -32,6 +32,17 @@ def test_hash_ids_say_what_is_common(tmp_path):
     assert first[512] != second[512]
 
 
+def test_hash_ids_may_be_any_numbers(tmp_path):
+    path = tmp_path / "m.jsonl"
+    rows = [
+        {"input_length": 513, "output_length": 1, "hash_ids": [2**60, -5]},
+        {"input_length": 512, "output_length": 1, "hash_ids": [2**60]},
+    ]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    first, second = (list(p) for p, _ in read_trace(path))
+    assert first[:512] == second
+
+
 def test_rows_without_hashes_share_nothing(tmp_path):
     path = tmp_path / "m.csv"
     path.write_text("input_length,output_length\n" + "600,1\n" * 3)
@@ -54,7 +65,10 @@ def test_a_prompt_is_a_sequence_of_token_ids():
         ("t.csv", "input_length,output_length\n5,2\nx,2\n", "line 3"),
         ("t.jsonl", '{"input_length": 5, "output_length": 2}\n{"input_length": 5}\n', "line 2"),
         ("t.jsonl", '{"input_length": 600, "output_length": 2, "hash_ids": [1]}\n', "line 1"),
-        ("t.jsonl", "nonsense\n", "can't be read"),
+        ("t.jsonl", '\n{"input_length": 5, "output_length": 1}\nnonsense\n', "line 3"),
+        ("t.jsonl", '{"input_length": 5, "output_length": 2, "hash_ids": 5}\n', "line 1"),
+        ("t.jsonl", '{"input_length": 1e999, "output_length": 2}\n', "line 1"),
+        ("t.jsonl", '{"input_length": 5000000000, "output_length": 2}\n', "line 1"),
         ("t.jsonl", "[]\n", "line 1"),
     ],
 )
