@@ -142,6 +142,8 @@ class Engine:
                     cascade=config.cascade_attention,
                 ).run()
             stats.peak_memory_bytes = _peak_bytes(config.device)
+            if isinstance(feed, PlannedFeed) and feed.sharing is not None:
+                stats.prefix.shareable_tokens = feed.sharing.attainable_tokens
             if config.audit:
                 blocks.audit([])
             return finished

@@ -69,6 +69,6 @@ def test_unchanged_tables_are_not_copied_again():
 
 def test_warm_up_measures_and_gives_its_pool_back(tiny_model, engine_run):
     run = engine_run(tiny_model("llama"))
-    assert run.engine._runner._cache is None
+    assert run.engine.runner._cache is None
     assert run.engine._activation_peak_bytes >= 0
-    assert run.engine._runner._common_buckets
+    assert run.engine.runner._common_buckets
