@@ -117,7 +117,7 @@ def plan_only(
     progress.phase("opening the model")
     threads.prepare()
     if config.auto_block_size:
-        config = with_block_size(config, progress, stopper)
+        config = with_block_size(config, progress, stopper, device_memory_bytes)
     opened = open_model(config.engine, planning=device_memory_bytes is not None, chat_template=config.chat_template)
     opened = tuned(opened, config.engine)
     facts: dict[str, Any] = {"stats": stats, "progress": progress}
@@ -146,7 +146,9 @@ def opened_job(config: JobConfig, opened: Any, stats: RunStats, stopper: Stopper
         yield prepare(config, opened, sources, stats, planning=True)
 
 
-def with_block_size(config: JobConfig, progress: Progress, stopper: Stopper) -> JobConfig:
+def with_block_size(
+    config: JobConfig, progress: Progress, stopper: Stopper, device_memory_bytes: int | None = None
+) -> JobConfig:
     """Read a job's rows once and return it with the block size that suits them; an unfinished run of it keeps its own.
 
     Raises:
@@ -164,7 +166,7 @@ def with_block_size(config: JobConfig, progress: Progress, stopper: Stopper) -> 
     with opened_job(config, opened, RunStats(), stopper) as job:
         rows, _ = read_rows(job, progress, lambda: stopper.reason is not None)
         with contextlib.closing(rows):
-            size = suited_block_size(opened, config, rows)
+            size = suited_block_size(opened, config, rows, device_memory_bytes)
     progress.note(f"blocks of {size} tokens suit these rows (--block-size auto)")
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, block_size=size))
 

@@ -138,21 +138,23 @@ def block_size_costs(
     return result
 
 
-def recommend_block_size(costs: list[BlockSizeCost], decode_share: float = 0.3) -> int:
-    """Return the block size that costs least: slots wasted, prompt tokens computed again and, where known, attention's time.
+def recommend_block_size(costs: list[BlockSizeCost], default: int, *, pool_is_short: bool, decode_share: float = 0.3) -> int:
+    """Return the block size that costs least: prompt tokens computed again, attention's time where known, and, where the pool
+    can't hold all rows at once, slots wasted.
 
-    `decode_share`: what attention of decoding rows is of the whole time, about. Equal within a percent: the larger block, which
-    has the shorter tables.
+    `decode_share`: what attention of decoding rows is of the whole time, about. Equal within a percent: the default if it is
+    one of them, else the largest, which has the shortest tables.
     """
     best = max(c.shareable for c in costs)
     fastest = min((c.decode_s for c in costs if c.decode_s), default=None)
 
     def cost(c: BlockSizeCost) -> float:
         slower = (c.decode_s / fastest - 1) * decode_share if fastest and c.decode_s else 0.0
-        return c.waste + (best - c.shareable) + slower
+        return pool_is_short * c.waste + (best - c.shareable) + slower
 
     least = min(cost(c) for c in costs)
-    return max(c.block_size for c in costs if cost(c) <= least + 0.01)
+    equal = [c.block_size for c in costs if cost(c) <= least + 0.01]
+    return default if default in equal else max(equal)
 
 
 def histogram(values: np.ndarray) -> list[dict[str, int]]:

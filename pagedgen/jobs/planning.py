@@ -13,7 +13,7 @@ from ..errors import InputError, OutputError
 from ..request import Request
 from ..stats import RunStats
 from .report import PlanReport, Progress
-from .setup import Job, cpu_name, device_name
+from .setup import Job, cpu_name, device_name, estimate_plan
 
 
 class _GroupFeed:
@@ -164,7 +164,7 @@ def report(
         forecast=details,
         sharing=sharing,
         block_sizes=[asdict(c) for c in costs],
-        recommended_block_size=recommend_block_size(costs),
+        recommended_block_size=recommend_block_size(costs, plan.block_size, pool_is_short=_is_short(plan)),
         prompt_lengths=histogram(prompt_lens),
         what_if=what_if,
         warnings=warnings(opened.spec, plan, prompt_lens, outputs, told),
@@ -180,7 +180,7 @@ def assumed_lengths(config: JobConfig) -> Callable[[Request, int], int]:
     return lambda request, _: request.max_tokens if assumed is None or has_exact_length(request) else assumed
 
 
-def suited_block_size(opened: Any, config: JobConfig, rows: Any) -> int:
+def suited_block_size(opened: Any, config: JobConfig, rows: Any, device_memory_bytes: int | None = None) -> int:
     """Return the block size to recommend for rows that were read."""
     from ..engine.forecast import block_size_costs, recommend_block_size
 
@@ -188,7 +188,14 @@ def suited_block_size(opened: Any, config: JobConfig, rows: Any) -> int:
     if not len(rows):
         return int(opened.config.block_size)
     outputs = _output_lens(rows, assumed_lengths(config))
-    return recommend_block_size(block_size_costs(columns["prompt_lens"], outputs, rows.sharing, stored_profile(opened)))
+    costs = block_size_costs(columns["prompt_lens"], outputs, rows.sharing, stored_profile(opened))
+    plan, _ = estimate_plan(opened, rows.lengths, device_memory_bytes=device_memory_bytes, must_fit=False)
+    return recommend_block_size(costs, plan.block_size, pool_is_short=_is_short(plan))
+
+
+def _is_short(plan: Any) -> bool:
+    """Return True when rows must wait for blocks."""
+    return bool(plan.peak_blocks_needed > plan.max_block_num)
 
 
 def _output_lens(rows: Any, lengths: Callable[[Request, int], int]) -> Any:

@@ -49,3 +49,23 @@ def test_other_block_sizes_cost_what_was_measured():
     profile = MachineProfile("m", 32, [1], [0.1], 2e-6, 0, 0, 0, 0, 0, decode_s_by_block_size={"16": 3.0, "32": 2.0})
     assert profile.for_block_size(16).decode_s_per_token == pytest.approx(3e-6)
     assert profile.for_block_size(128).decode_s_per_token == 2e-6
+
+
+@pytest.mark.parametrize(
+    ("waste", "shareable", "decode_s", "short", "best"),
+    [
+        ((0.02, 0.04, 0.08, 0.16), (0, 0, 0, 0), None, True, 8),  # memory is short
+        ((0.02, 0.04, 0.08, 0.16), (0, 0, 0, 0), None, False, 32),  # nothing speaks against the default
+        ((0.001, 0.002, 0.004, 0.3), (0, 0, 0, 0), None, True, 32),
+        ((0, 0, 0, 0), (0.9, 0.9, 0.5, 0.1), None, False, 16),  # short common beginnings
+        ((0, 0, 0, 0), (0, 0, 0, 0), (4.0, 2.0, 1.5, 1.0), False, 64),
+    ],
+)
+def test_the_recommended_block_size_is_the_one_that_costs_least(waste, shareable, decode_s, short, best):
+    from pagedgen.engine.forecast import BlockSizeCost, recommend_block_size
+
+    costs = [
+        BlockSizeCost(size, waste[i], 1.0, shareable[i], None if decode_s is None else decode_s[i])
+        for i, size in enumerate((8, 16, 32, 64))
+    ]
+    assert recommend_block_size(costs, 32, pool_is_short=short) == best
