@@ -24,7 +24,8 @@ def prompts(tmp_path):
 
 
 def flags(model, *more):
-    return ["run", model, "in.jsonl", "-o", "out.jsonl", "--ignore-eos", "--max-num-seqs", 16, *more]
+    """Rows of all lengths run side by side, so that some always have a while to go."""
+    return ["run", model, "in.jsonl", "-o", "out.jsonl", "--ignore-eos", "--max-num-seqs", 16, "--sort", "none", *more]
 
 
 class Job:
