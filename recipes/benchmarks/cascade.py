@@ -123,13 +123,14 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--model", help="measure the whole engine with this model")
+    parser.add_argument("--dtype", action="append", help="of the engine; default: bfloat16 and float32")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     numba.set_num_threads(args.threads)
     results = {}
     if args.model is not None:
         print(f"{'generation, s':<20}{'alone':>10}{'shared':>10}{'ratio':>10}")
-        for name in ("bfloat16", "float32"):
+        for name in args.dtype or ("bfloat16", "float32"):
             seconds = measure_engine(name, args)
             ratio = seconds["alone"] / seconds["shared"]
             print(f"{name:<20}{seconds['alone']:>10.2f}{seconds['shared']:>10.2f}{ratio:>10.2f}")
