@@ -118,7 +118,8 @@ def _forecast_rows(table: Table, report: Any) -> None:
     )
     table.add_row(
         "foretold blocks",
-        f"peak {told['peak_blocks']:,} of {plan['num_blocks']:,}; {told['preemptions']:,} preemptions, "
+        f"peak {told['peak_blocks']:,} of {plan['num_blocks']:,}, {told['pool_use']:.1%} in use while rows wait; "
+        f"{told['preemptions']:,} preemptions, "
         f"{told['recomputed_tokens']:,} tokens computed twice",
     )
     table.add_row("pool over the run", _waterline(told["waterline"], max(1, plan["num_blocks"])))

@@ -33,21 +33,20 @@ def run_job(config: JobConfig, progress: Progress, stopper: Stopper) -> JobRepor
         UsageError: before weights load, when the job can't be run at all; OutputError: the output, or what belongs to it,
             can't be written. Finished rows are kept in `<output>.parts/`.
     """
+    name = config.output
+    assert name is not None
     stats = RunStats()
-    assert config.output is not None
     sources, skipped = expand_inputs(config.inputs, config.format, own_files(config))
-    output = check_output(config.output, [s.path for s in sources if s.path is not None])
-    if config.auto_block_size:
-        threads.prepare()
-        config = with_block_size(config, progress, stopper)
-    assert config.output is not None
-    progress.phase("opening the model")
+    output = check_output(name, [s.path for s in sources if s.path is not None])
     threads.prepare()
+    if config.auto_block_size:
+        config = with_block_size(config, progress, stopper)
+    progress.phase("opening the model")
     from .engine.opened import open_model
 
     with stats.timed("open"):
         opened = tuned(open_model(config.engine, chat_template=config.chat_template), config.engine)
-    with opened_workspace(config.output, stopper) as workspace:
+    with opened_workspace(name, stopper) as workspace:
         if "-" in config.inputs:
             sources, skipped = _with_stdin(config, workspace)
         for path in skipped:
@@ -67,7 +66,7 @@ def run_job(config: JobConfig, progress: Progress, stopper: Stopper) -> JobRepor
         if finished is not None and not config.retry_errors:
             clear_up(job, workspace, progress)
             counts = {name: finished[name] for name in ("num_results", "num_errors", "first_error")}
-            return JobReport(output=config.output, is_repeat=True, **counts)
+            return JobReport(output=name, is_repeat=True, **counts)
         if finished is not None and job.openai:
             raise UsageError("--retry-errors can't go on from a finished OpenAI batch: run the requests that failed as a batch")
         begin(job, output, workspace, finished is not None, progress)

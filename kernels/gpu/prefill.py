@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import attend_tile, find_segment, initial_max_and_sum, load_block_ids, load_tile, normalize
+from .tile import attend_tile, find_segment, initial_max_and_sum, load_key_value, normalize
 
 
 def prefill_config(head_dim: int, group: int, element_size: int) -> dict[str, int]:
@@ -121,24 +121,14 @@ def prefill_kernel(
     for start in range(begin // TILE * TILE, end, TILE):
         positions = start + tl.arange(0, TILE)
         visible = (positions >= begin) & (positions < end)
-        block_ids = load_block_ids(block_table_ptr, positions, visible, BLOCK_SIZE)
-        key = load_tile(
+        key, value = load_key_value(
+            block_table_ptr,
             key_head_ptr,
-            block_ids,
+            value_head_ptr,
             positions,
             visible,
             stride_key_block,
             stride_key_slot,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_SIZE,
-            ALIGNMENT,
-        )
-        value = load_tile(
-            value_head_ptr,
-            block_ids,
-            positions,
-            visible,
             stride_value_block,
             stride_value_slot,
             HEAD_DIM,

@@ -107,6 +107,51 @@ def attend_tile(query, key, value, seen, row_max, row_sum, acc, scale, SOFTCAP: 
 
 
 @triton.jit
+def load_key_value(
+    block_table_ptr,
+    key_head_ptr,
+    value_head_ptr,
+    positions,
+    visible,
+    stride_key_block,
+    stride_key_slot,
+    stride_value_block,
+    stride_value_slot,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Return one KV head's (key, value) tiles (TILE, BLOCK_D) at a row's positions, 0 where not visible."""
+    block_ids = load_block_ids(block_table_ptr, positions, visible, BLOCK_SIZE)
+    key = load_tile(
+        key_head_ptr,
+        block_ids,
+        positions,
+        visible,
+        stride_key_block,
+        stride_key_slot,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        ALIGNMENT,
+    )
+    value = load_tile(
+        value_head_ptr,
+        block_ids,
+        positions,
+        visible,
+        stride_value_block,
+        stride_value_slot,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_SIZE,
+        ALIGNMENT,
+    )
+    return key, value
+
+
+@triton.jit
 def attend_range(
     query,
     valid,
@@ -134,24 +179,14 @@ def attend_range(
     for start in range(begin // TILE * TILE, end, TILE):
         positions = start + tl.arange(0, TILE)
         visible = (positions >= begin) & (positions < end)
-        block_ids = load_block_ids(block_table_ptr, positions, visible, BLOCK_SIZE)
-        key = load_tile(
+        key, value = load_key_value(
+            block_table_ptr,
             key_head_ptr,
-            block_ids,
+            value_head_ptr,
             positions,
             visible,
             stride_key_block,
             stride_key_slot,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_SIZE,
-            ALIGNMENT,
-        )
-        value = load_tile(
-            value_head_ptr,
-            block_ids,
-            positions,
-            visible,
             stride_value_block,
             stride_value_slot,
             HEAD_DIM,

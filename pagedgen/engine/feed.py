@@ -11,6 +11,7 @@ from ..request import Request
 # How far the engine looks ahead: waiting rows are ordered by length and by what they share with others. Both bound its memory.
 LOOKAHEAD_ROWS = 16_384
 LOOKAHEAD_TOKENS = 1 << 21
+ROWS_AT_ONCE = 512  # that a feed which has them all hands out together
 
 
 class Feed(Protocol):
@@ -29,13 +30,15 @@ class ListFeed:
 
     def __init__(self, requests: Iterable[Request]):
         self._requests = list(requests)
+        self._next = 0
 
     @property
     def exhausted(self) -> bool:
-        return not self._requests
+        return self._next == len(self._requests)
 
     def take(self, *, wait: bool) -> list[Request]:
-        taken, self._requests = self._requests, []
+        taken = self._requests[self._next : self._next + ROWS_AT_ONCE]
+        self._next += len(taken)
         return taken
 
 

@@ -18,7 +18,7 @@ from .profile import MachineProfile
 from .scheduler import make_scheduler
 from .simulation import SimulatedRun, simulate
 
-_MOST_SIMULATED_ROWS, _SAMPLE_OF_SEQS, _RUN_ROWS = 2048, 8, 64  # of more, a sample is run through as large a share of the pool
+_MOST_SIMULATED_ROWS, _SAMPLE_OF_SEQS, _RUN_ROWS = 2048, 8, 64  # of more rows, a sample is run
 
 
 @dataclass
@@ -66,22 +66,12 @@ def forecast(
     sample = max(_MOST_SIMULATED_ROWS, _SAMPLE_OF_SEQS * (config.max_num_seqs or 1))
     every = max(1, len(rows) // sample)
     order = rows.order if config.sort == "prefix" else np.arange(len(rows))
-    numbers = [int(i) for s in range(0, len(order), every * _RUN_ROWS) for i in order[s : s + _RUN_ROWS]]
-    chosen = [rows.request(number) for number in sorted(numbers)]
+    chosen = [rows.request(int(i)) for s in range(0, len(order), every * _RUN_ROWS) for i in order[s : s + _RUN_ROWS]]
     if config.sort == "length":
         chosen.sort(key=lambda r: -r.max_kv_tokens)
     blocks, scheduler = make_scheduler(config, num_blocks)
-    feed: Any = ListFeed(chosen)
-    planned = None
-    if config.sort == "prefix":
-        assert config.block_size
-        feed = planned = PlannedFeed(feed, config.block_size)
-    try:
-        run = simulate(feed, blocks, scheduler, lengths, profile)
-    finally:
-        if planned is not None:
-            planned.close()
-    attainable = planned.sharing.attainable_tokens if planned is not None and planned.sharing else run.shareable_tokens
+    run = simulate(ListFeed(chosen), blocks, scheduler, lengths, profile)
+    attainable = rows.sharing.attainable_tokens if rows.sharing is not None and config.enable_prefix_caching else 0
     return _told(run, len(rows), len(chosen), profile, attainable)
 
 
@@ -100,7 +90,7 @@ def _told(run: SimulatedRun, num_rows: int, num_chosen: int, profile: MachinePro
         recomputed_tokens=round(run.recomputed_tokens * scale),
         preemptions=round(run.preemptions * scale),
         saved_tokens=round(run.saved_tokens * scale),
-        attainable_tokens=round(attainable * scale),
+        attainable_tokens=attainable,
         generated_tokens=round(run.generated_tokens * scale),
         computed_tokens=round(run.computed_tokens * scale),
         generate_s=generate_s,

@@ -8,12 +8,12 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import OutputError
 from ..request import Request
-from .feed import Feed
+from .feed import ROWS_AT_ONCE, Feed
 from .planner import RequestLengths
 from .prefix_tree import PrefixTree, Sharing
 
-_ROWS_AT_ONCE = 512  # handed out together
 _BYTES_IN_MEMORY = 64 << 20  # of rows that wait; more of them wait in a file
 
 
@@ -21,6 +21,7 @@ class RowSpool:
     """Requests put away as bytes, found again by their number; past 64 MiB they lie in an unnamed file."""
 
     def __init__(self, directory: str | None = None):
+        self._directory = directory or tempfile.gettempdir()
         self._file: Any = tempfile.SpooledTemporaryFile(_BYTES_IN_MEMORY, dir=directory)  # noqa: SIM115
         self._offsets = array("q", [0])
 
@@ -28,9 +29,18 @@ class RowSpool:
         return len(self._offsets) - 1
 
     def add(self, request: Request) -> None:
-        """Put away the next request."""
-        self._file.seek(self._offsets[-1])
-        self._file.write(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
+        """Put away the next request.
+
+        Raises:
+            OutputError: there is no room for it; with directory and errno.
+        """
+        try:
+            self._file.seek(self._offsets[-1])
+            self._file.write(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
+        except OSError as error:
+            raise OutputError(
+                f"can't keep the rows that wait in {self._directory}: {error.strerror or error} (errno {error.errno})"
+            ) from error
         self._offsets.append(self._file.tell())
 
     def get(self, number: int) -> Request:
@@ -84,7 +94,7 @@ class PlannedFeed:
             if not self._inner.exhausted:
                 return []
             self._plan()
-        numbers = self.order[self._next : self._next + _ROWS_AT_ONCE].tolist()
+        numbers = self.order[self._next : self._next + ROWS_AT_ONCE].tolist()
         self._next += len(numbers)
         return [self.request(number) for number in numbers]
 

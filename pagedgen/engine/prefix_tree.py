@@ -33,7 +33,7 @@ class Sharing:
     attainable_tokens: int  # prompt tokens that needn't be computed when every common block is computed once
     group_sizes: np.ndarray  # (num_groups,) rows, largest first
     group_tokens: np.ndarray  # (num_groups,) tokens their rows have in common
-    attainable_by_block_size: dict[int, int]  # attainable_tokens with blocks of other sizes
+    attainable_by_block_size: dict[int, int]  # attainable_tokens with blocks of this and other sizes
 
 
 class PrefixTree:
@@ -125,15 +125,17 @@ class PrefixTree:
         shared_blocks = np.where(grouped, depths[row_group] // size, 0).astype(np.int32)
         np.minimum(shared_blocks, np.maximum(prompt_lens - 1, 0) // size, out=shared_blocks)
         groups = np.flatnonzero(group_of == np.arange(n, dtype=np.int32))
+        by_size = {s: self._attainable(parents, depths, users, s) for s in {size, *BLOCK_SIZES}}
+        largest_first = np.argsort(-users[groups], kind="stable")
         sharing = Sharing(
             num_groups=len(groups),
             num_grouped_rows=int(grouped.sum()),
             prompt_tokens=int(prompt_lens.sum(dtype=np.int64)),
             distinct_tokens=int(lengths.sum(dtype=np.int64)),
-            attainable_tokens=self._attainable(parents, depths, users, size),
-            attainable_by_block_size={s: self._attainable(parents, depths, users, s) for s in BLOCK_SIZES},
-            group_sizes=users[groups][np.argsort(-users[groups], kind="stable")],
-            group_tokens=(depths[groups] // size * size)[np.argsort(-users[groups], kind="stable")],
+            attainable_tokens=by_size[size],
+            attainable_by_block_size=by_size,
+            group_sizes=users[groups][largest_first],
+            group_tokens=(depths[groups] // size * size)[largest_first],
         )
         order = self._order(groups, row_group, group_of, parents, preorder, weights)
         return order, shared_blocks, sharing

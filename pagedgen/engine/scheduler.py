@@ -66,7 +66,8 @@ class Scheduler:
     ):
         """`watermark`: share of the pool kept free at admission, so that running rows can grow before any is preempted.
         `keeps_prefixes`: no row is admitted in the place of blocks that others will look for. For rows that come group by
-        group: in any other order there may be too many such blocks.
+        group: in any other order there may be too many such blocks. `admission`: another rule than the forecast; it keeps a
+        reserve of its own.
         """
         assert max_num_batched_tokens >= max_num_seqs
         self._blocks = block_manager

@@ -35,7 +35,6 @@ class SimulatedRun:
     computed_tokens: int = 0
     generated_tokens: int = 0
     saved_tokens: int = 0  # prompt tokens found computed
-    shareable_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
     evictions: int = 0  # blocks given up although somebody would look for them
@@ -100,7 +99,6 @@ def simulate(
                     sequence.finish_reason = "length" if sequence.num_generated_tokens == request.max_tokens else "stop"
                     scheduler.finish(sequence)
     run.saved_tokens = scheduler.prefix.saved_tokens
-    run.shareable_tokens = scheduler.prefix.shareable_tokens
     run.recomputed_tokens = scheduler.num_recomputed_tokens
     run.preemptions = scheduler.num_preemptions
     run.evictions = blocks.pool.num_evictions

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from ..config import EngineConfig, JobConfig
-from ..errors import InputError, OutputError
+from ..errors import InputError, OutputError, RowError, UsageError
 from ..request import Request
 from ..stats import RunStats
 from .report import PlanReport, Progress
@@ -89,22 +89,22 @@ def trace_rows(opened: Any, path: str, config: JobConfig) -> tuple[Any, dict[int
     """Read a trace's rows as prompts of made-up tokens; return them, each row's output length, and what can't run.
 
     Raises:
-        InputError: it can't be read or has no rows.
+        InputError: it can't be read or has no rows; UsageError: the sampling flags don't fit the model.
     """
     from ..engine.feed import ListFeed
     from ..engine.order import PlannedFeed
     from ..rows.traces import read_trace
 
     requests, outputs, not_run = [], {}, Counter[str]()
-    most = opened.config.max_model_len
     for index, (prompt, made) in enumerate(read_trace(path, config.limit)):
-        room = most - len(prompt)
-        if room < 1:
-            not_run["num_too_long"] += 1
-            continue
         outputs[index] = max(1, made)
-        max_tokens = min(room, max(config.sampling.max_tokens, outputs[index]))
-        requests.append(Request(index, prompt, config.sampling, max_tokens, frozenset({0}), 0))
+        params = replace(config.sampling, max_tokens=max(config.sampling.max_tokens, outputs[index]))
+        try:
+            requests.append(opened.make_request(index, prompt, params))
+        except RowError as error:
+            if error.code != "prompt_too_long":  # then it is true of every row
+                raise UsageError(str(error)) from error
+            not_run["num_too_long"] += 1
     if not requests and not not_run:
         raise InputError(f"{path}: the trace has no rows")
     rows = PlannedFeed(ListFeed(requests), opened.config.block_size)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from ..config import JobConfig
-from ..errors import PagedgenError, UsageError
+from ..errors import UsageError
 from ..rows.manifest import differences
 from ..rows.output_path import OutputPath, check_writable
 from ..rows.parts import PartStore
-from ..rows.workspace import Workspace, finished_manifest
+from ..rows.workspace import Workspace, finished_manifest, unfinished_manifest
 from .output import import_finished
 from .report import Progress
 from .setup import Job, cpu_name
@@ -172,14 +171,10 @@ def real(name: Path | str) -> Path:
 
 def begun_block_size(output: str) -> int | None:
     """Return the block size of the run that left an output or its parts, where one did: results are bound to it."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, PagedgenError):
-        there = finished_manifest(Path(output))
-        if there is not None:
-            return int(there["engine"]["block_size"])
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        begun = json.loads((Path(f"{output}.parts") / "manifest.json").read_text(encoding="utf-8"))
-        return int(begun["job"]["engine"]["block_size"])
-    return None
+    begun = unfinished_manifest(output)
+    there = begun["job"] if begun is not None else finished_manifest(Path(output)) if Path(output).exists() else None
+    size = None if there is None else there.get("engine", {}).get("block_size")
+    return size if isinstance(size, int) else None
 
 
 def own_files(config: JobConfig) -> set[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import InputError, OutputError
 from ..request import Request
-from ..rows.durable import telling, write_whole
+from ..rows.durable import write_whole
 from ..rows.output_path import OutputPath
 from ..rows.parts import PartStore
 from ..rows.schema import Result
@@ -157,11 +157,9 @@ class Run:
         if engine.sort != "prefix":
             feed.look_ahead(LOOKAHEAD_ROWS, LOOKAHEAD_TOKENS, stop)
             return feed, RequestLengths(feed.held)
-        directory = self._workspace.directory
-        planned = PlannedFeed(feed, engine.block_size, directory=str(directory))
+        planned = PlannedFeed(feed, engine.block_size, directory=str(self._workspace.directory))
         try:
-            with telling(directory, "keep the rows that wait in"):
-                planned.read(stop)
+            planned.read(stop)
         except BaseException:
             planned.close()
             raise

@@ -27,6 +27,34 @@ _OWN_NAMES = re.compile(rf"{_MANIFEST}|{_LOCK}|{_STDIN}|{PART_NAME.pattern}|\.pa
 _FIELDS = {"job": dict, "made_on": str, "retries": bool, "spoiled": bool}
 
 
+def unfinished_manifest(output: str) -> dict[str, Any] | None:
+    """Return the manifest of the job that was begun for an output, without taking its lock.
+
+    Raises:
+        OutputError: it is broken.
+    """
+    return _manifest(_directory(output))
+
+
+def _directory(output: str) -> Path:
+    target = Path(output).resolve()
+    return target.with_name(target.name + ".parts")
+
+
+def _manifest(directory: Path) -> dict[str, Any] | None:
+    path = directory / _MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        manifest = None
+    if isinstance(manifest, dict) and all(isinstance(manifest.get(name), kind) for name, kind in _FIELDS.items()):
+        return manifest
+    # It is written whole: the disk or somebody's hand broke it.
+    raise OutputError(f"{path} is broken, so what is finished can't be gone on with; remove {directory}")
+
+
 class Workspace:
     """The directory; with stdout as output a temporary one that nothing goes on from."""
 
@@ -40,8 +68,7 @@ class Workspace:
         if self._temporary:
             self.directory = Path(tempfile.mkdtemp(prefix="pagedgen-"))
         else:
-            target = Path(output).resolve()
-            self.directory = target.with_name(target.name + ".parts")
+            self.directory = _directory(output)
         with telling(self.directory):
             made = not self.directory.exists()
             self.directory.mkdir(exist_ok=True)
@@ -61,17 +88,7 @@ class Workspace:
 
     def manifest(self) -> dict[str, Any] | None:
         """Return the manifest of a job that was begun here."""
-        path = self.directory / _MANIFEST
-        try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except ValueError:
-            manifest = None
-        if isinstance(manifest, dict) and all(isinstance(manifest.get(name), kind) for name, kind in _FIELDS.items()):
-            return manifest
-        # It is written whole: the disk or somebody's hand broke it.
-        raise OutputError(f"{path} is broken, so what is finished can't be gone on with; remove {self.directory}")
+        return _manifest(self.directory)
 
     def begin(self, manifest: dict[str, Any]) -> None:
         """Write the manifest: from now on what is here is worth keeping."""

@@ -189,3 +189,11 @@ def test_an_unfinished_job_keeps_the_block_size_it_chose(tiny_model, prompts, tm
     again = pagedgen("run", model, prompts, "-o", out, "--block-size", "auto")
     assert again.returncode == 0, again.stderr
     assert "complete" in again.stderr
+
+
+def test_sampling_that_a_trace_cant_be_run_with_is_told(tiny_model, tmp_path, cache):
+    path = tmp_path / "trace.csv"
+    path.write_text("input_length,output_length\n20,5\n")
+    result = pagedgen("plan", tiny_model("llama"), "--trace", path, "--n", 200, "--max-num-seqs", 100)
+    assert result.returncode == 2
+    assert "n 200 is more than --max-num-seqs 100" in result.stderr.replace("\n", " ")

@@ -180,3 +180,23 @@ def test_rows_past_the_sixteen_looked_at_are_seen_to_their_ends():
     ]
     done, _ = run(requests, 100, sort="none")
     assert done.recomputed_tokens <= 0.02 * done.computed_tokens
+
+
+def test_a_full_disk_under_the_rows_that_wait_is_told(tmp_path):
+    from pagedgen.errors import OutputError
+
+    class Full:
+        def seek(self, at):
+            pass
+
+        def write(self, data):
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            pass
+
+    feed = PlannedFeed(ListFeed([request(0, [1, 2, 3], 5)]), SIZE, directory=str(tmp_path))
+    feed.close()
+    feed._spool._file = Full()
+    with pytest.raises(OutputError, match=rf"{tmp_path}.*No space left.*errno 28"):
+        feed.read(lambda: False)
