@@ -107,7 +107,7 @@ def paged_attention(
                 f"{type(module).__name__} has a window of {window} tokens only in its mask; pass --max-model-len {window}"
             )
         step.checked_layers.add(layer_id)
-    key_cache, value_cache = step.cache_layers[layer_id]
+    key_cache, _ = step.cache_layers[layer_id]
     if key.shape[1] != key_cache.shape[1] or key.shape[3] != key_cache.shape[3] or value.shape != key.shape:
         raise ModelError(
             f"layer {layer_id} has {key.shape[1]} KV heads of {key.shape[3]}/{value.shape[3]} dimensions (K/V), "
@@ -115,17 +115,33 @@ def paged_attention(
         )
     # Rotary embeddings and norms may leave fp32 behind; the pool and the kernels have one dtype.
     q, k, v = (_rows(t.to(key_cache.dtype)) for t in (query, key, value))
-    total, live = q.shape[0], step.num_tokens
-    step.backend.write_kv(k[:live], v[:live], key_cache, value_cache, step.slot_mapping)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if total > live:
-        out[live:] = 0
     scale = scaling if scaling is not None else q.shape[2] ** -0.5
-    options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
-    decodes = step.num_decodes
+    attend(step, layer_id, q, k, v, out, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
+    return out[None].to(query.dtype), None
+
+
+def attend(
+    step: AttentionStep,
+    layer_id: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    **options: Any,
+) -> None:
+    """Write a layer's K and V to the pool and attend over it. query, out (T, H, D); key, value (T, Hkv, D).
+
+    T may end in rows that only fill up a GEMM: their output is zero. `options` as `api.Backend.paged_decode`'s.
+    """
+    key_cache, value_cache = step.cache_layers[layer_id]
+    live, decodes = step.num_tokens, step.num_decodes
+    step.backend.write_kv(key[:live], value[:live], key_cache, value_cache, step.slot_mapping)
+    if query.shape[0] > live:
+        out[live:] = 0
     if decodes:
         step.backend.paged_decode(
-            q[:decodes],
+            query[:decodes],
             key_cache,
             value_cache,
             step.decode_block_tables,
@@ -136,7 +152,7 @@ def paged_attention(
         )
     if live > decodes:
         step.backend.paged_prefill(
-            q[decodes:live],
+            query[decodes:live],
             key_cache,
             value_cache,
             step.prefill_block_tables,
@@ -146,7 +162,6 @@ def paged_attention(
             max_seqlen_q=step.max_seqlen_q,
             **options,
         )
-    return out[None].to(query.dtype), None
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
