@@ -5,6 +5,7 @@ Shapes used throughout (T tokens and S rows of one packed batch, H query heads, 
     query                  (T, H, D)             contiguous
     key, value             (T, Hkv, D)           last dimension contiguous
     key_cache, value_cache (num_blocks, Hkv, block_size, D)   any strides: the strides tell the layout
+    key_scales, value_scales (num_blocks, Hkv, block_size) fp32   of int8 caches: a token's K or V is its codes * its scale
     block_tables           (S, B) int32          block ids of each row in token order, -1 past its last block
     cu_seqlens_q           (S + 1,) int32        queries of row s are query[cu_seqlens_q[s] : cu_seqlens_q[s + 1]]
     seq_lens_kv            (S,) int32            tokens of row s in the cache, this step's included
@@ -12,6 +13,8 @@ Shapes used throughout (T tokens and S rows of one packed batch, H query heads, 
 
 Query i of row s stands at position `seq_lens_kv[s] - q_len[s] + i` and sees positions `(p - sliding_window, p]`.
 Slots that no row has written may hold anything, NaN included: kernels mask by `seq_lens_kv` and never read them into a result.
+Int8 caches come with both scales, others with neither (None). A head of K or V is stored as scale = max |x| / 127 and codes
+round(x / scale), to nearest even, within -127 .. 127; zeros have scale 0; a head that holds a NaN or an infinity has scale NaN.
 Offsets into the caches are 64-bit: a pool passes 2**31 elements on any large device.
 """
 
@@ -50,6 +53,16 @@ class SharedPrefixes:
         return self.num_shared_blocks.repeat_interleave(self.row_bounds.diff(), output_size=self.num_rows)
 
 
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's views of the pool, shaped as above; scales only beside int8."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+
 class Backend(Protocol):
     """One module with these four functions; `reference.py` documents the arithmetic."""
 
@@ -63,8 +76,11 @@ class Backend(Protocol):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        *,
+        key_scales: torch.Tensor | None = None,
+        value_scales: torch.Tensor | None = None,
     ) -> None:
-        """Store each token's K and V in its slot; a slot of -1 is skipped."""
+        """Store each token's K and V in its slot, quantized where the caches are int8; a slot of -1 is skipped."""
 
     def paged_prefill(
         self,
@@ -81,6 +97,8 @@ class Backend(Protocol):
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        key_scales: torch.Tensor | None = None,
+        value_scales: torch.Tensor | None = None,
     ) -> None:
         """Causal attention of many rows' new tokens, each row over its own cached context; writes `out` (T, H, D)."""
 
@@ -98,6 +116,8 @@ class Backend(Protocol):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         shared: SharedPrefixes | None = None,
+        key_scales: torch.Tensor | None = None,
+        value_scales: torch.Tensor | None = None,
     ) -> None:
         """Attention of one new token a row (query is (S, H, D)) over that row's cached context; writes `out` (S, H, D).
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .api import SharedPrefixes
+from .api import LayerCache, SharedPrefixes
 
 KEY_TRANSPOSED = False
 
@@ -18,21 +18,39 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """See `api.Backend.write_kv`."""
     block_size = key_cache.shape[2]
     written = slot_mapping >= 0
     slots = slot_mapping[written].long()
-    key_cache[slots // block_size, :, slots % block_size] = key[written].to(key_cache.dtype)
-    value_cache[slots // block_size, :, slots % block_size] = value[written].to(value_cache.dtype)
+    blocks, offsets = slots // block_size, slots % block_size
+    for states, cache, scales in ((key[written], key_cache, key_scales), (value[written], value_cache, value_scales)):
+        if scales is None:
+            cache[blocks, :, offsets] = states.to(cache.dtype)
+        else:
+            cache[blocks, :, offsets], scales[blocks, :, offsets] = quantize(states)
 
 
-def _gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
+def quantize(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return heads (..., D) as int8 codes (..., D) and fp32 scales (...), as `api` defines them."""
+    states = states.float()
+    largest = states.abs().amax(dim=-1)
+    scales = torch.where(largest.isfinite(), largest / 127, float("nan"))
+    codes = torch.where(scales[..., None] > 0, states / scales[..., None], 0.0)
+    return codes.round().clamp(-127, 127).to(torch.int8), scales
+
+
+def _gather(cache: torch.Tensor, scales: torch.Tensor | None, block_table: torch.Tensor, length: int) -> torch.Tensor:
     """Return the first `length` cached tokens of a block table as (Hkv, length, D) fp32."""
     block_size = cache.shape[2]
     blocks = block_table[: -(-length // block_size)].long()
-    tokens = cache[blocks].transpose(0, 1)  # (Hkv, blocks, block_size, D)
-    return tokens.reshape(cache.shape[1], -1, cache.shape[3])[:, :length].float()
+    tokens = cache[blocks].transpose(0, 1).float()  # (Hkv, blocks, block_size, D)
+    if scales is not None:
+        tokens = tokens * scales[blocks].transpose(0, 1)[..., None]
+    return tokens.reshape(cache.shape[1], -1, cache.shape[3])[:, :length]
 
 
 def paged_prefill(
@@ -49,6 +67,8 @@ def paged_prefill(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """See `api.Backend.paged_prefill`. For a row: softmax(softcap(q k^T * scale) + mask) v, with the sink as an extra logit."""
     group = query.shape[1] // key_cache.shape[1]
@@ -57,8 +77,8 @@ def paged_prefill(
         start, end = bounds[row], bounds[row + 1]
         if start == end:
             continue
-        k = _gather(key_cache, block_tables[row], length).repeat_interleave(group, dim=0)
-        v = _gather(value_cache, block_tables[row], length).repeat_interleave(group, dim=0)
+        k = _gather(key_cache, key_scales, block_tables[row], length).repeat_interleave(group, dim=0)
+        v = _gather(value_cache, value_scales, block_tables[row], length).repeat_interleave(group, dim=0)
         q = query[start:end].transpose(0, 1).float()  # (H, q_len, D)
         scores = q @ k.transpose(1, 2) * scale
         if softcap is not None:
@@ -90,6 +110,8 @@ def paged_decode(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shared: SharedPrefixes | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """See `api.Backend.paged_decode`: prefill with one query a row, or in two parts where rows share blocks.
 
@@ -111,17 +133,19 @@ def paged_decode(
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=sinks,
+            key_scales=key_scales,
+            value_scales=value_scales,
         )
         return
-    block_size = key_cache.shape[2]
+    block_size, cache = key_cache.shape[2], LayerCache(key_cache, value_cache, key_scales, value_scales)
     lengths, bounds = seq_lens_kv.tolist(), shared.row_bounds.tolist()
     for g, num_blocks in enumerate(shared.num_shared_blocks.tolist()):
         first, end = bounds[g], bounds[g + 1]
         table = block_tables[first, :num_blocks]
-        prefix = _attend_blocks(query[first:end], key_cache, value_cache, table, num_blocks * block_size, scale, softcap)
+        prefix = _attend_blocks(query[first:end], cache, table, num_blocks * block_size, scale, softcap)
         for row in range(first, end):
             table, length = block_tables[row, num_blocks:], lengths[row] - num_blocks * block_size
-            suffix = _attend_blocks(query[row : row + 1], key_cache, value_cache, table, length, scale, softcap)
+            suffix = _attend_blocks(query[row : row + 1], cache, table, length, scale, softcap)
             parts = [(prefix[0][row - first], prefix[1][row - first]), (suffix[0][0], suffix[1][0])]
             if sinks is not None:
                 parts.append((sinks.float(), torch.zeros_like(parts[0][1])))
@@ -132,8 +156,7 @@ def paged_decode(
 
 def _attend_blocks(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: LayerCache,
     block_table: torch.Tensor,
     length: int,
     scale: float,
@@ -143,9 +166,9 @@ def _attend_blocks(
 
     They are -inf and 0 over no tokens.
     """
-    group = query.shape[1] // key_cache.shape[1]
-    k = _gather(key_cache, block_table, length).repeat_interleave(group, dim=0)
-    v = _gather(value_cache, block_table, length).repeat_interleave(group, dim=0)
+    group = query.shape[1] // cache.key.shape[1]
+    k = _gather(cache.key, cache.key_scales, block_table, length).repeat_interleave(group, dim=0)
+    v = _gather(cache.value, cache.value_scales, block_table, length).repeat_interleave(group, dim=0)
     scores = query.transpose(0, 1).float() @ k.transpose(1, 2) * scale  # (H, N, length)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -1,8 +1,8 @@
 """The CPU backend: the signatures of `api.Backend` over the compiled kernels of `kernels.py`.
 
 K is stored transposed inside its block, `(head_dim, block_size)`; the caller passes the transpose view, so shapes are the
-same everywhere and only strides differ. fp32, bf16 and fp16 tensors; fp32 arithmetic throughout. Numba must have been given
-the same number of threads as torch (`numba.set_num_threads`).
+same everywhere and only strides differ. fp32, bf16 and fp16 tensors, int8 caches beside them; fp32 arithmetic throughout. Numba
+must have been given the same number of threads as torch (`numba.set_num_threads`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,29 @@ _ROWS_PER_ITEM = 32
 _ITEMS_PER_THREAD = 2
 
 _F32 = np.empty(0, np.float32)
+_INT8 = np.empty(0, np.int8)
 _TAGS = {
     torch.float32: _F32,
     torch.bfloat16: np.empty(0, np.uint16),
     torch.float16: np.empty(0, np.int16),
+    torch.int8: _INT8,
 }
 
 
 def _byte_strides(tensor: torch.Tensor, *dims: int) -> tuple[int, ...]:
     return tuple(tensor.stride(dim) * tensor.element_size() for dim in dims)
+
+
+def _scale_strides(cache: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, int]:
+    """Return the address of a cache's scales and their strides in bytes (block, head); zeros where it has none."""
+    if (scales is not None) != (cache.dtype == torch.int8):
+        raise ValueError(f"a cache of {cache.dtype} with{'out' if scales is None else ''} scales: int8 has them, nothing else")
+    if scales is None:
+        return 0, 0, 0
+    if scales.dtype != torch.float32 or scales.shape != cache.shape[:3] or scales.stride(2) != 1:
+        raise ValueError("scales are fp32, one for each block, head and token of their cache, contiguous by token")
+    block_stride, head_stride = _byte_strides(scales, 0, 1)
+    return scales.data_ptr(), block_stride, head_stride
 
 
 def write_kv(
@@ -39,29 +53,30 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """See `api.Backend.write_kv`."""
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         raise ValueError("write_kv needs keys and values whose head_dim is contiguous")
-    if not key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
+    quantizes = key_cache.dtype == value_cache.dtype == torch.int8
+    if key.dtype != value.dtype or not (quantizes or key.dtype == key_cache.dtype == value_cache.dtype):
         raise ValueError(f"write_kv copies bits: {key.dtype} and {value.dtype} don't fit a pool of {key_cache.dtype}")
     kernels, num_threads = load_kernels()
-    kernels.store_kv(
-        key.data_ptr(),
-        _byte_strides(key, 0, 1),
-        value.data_ptr(),
-        _byte_strides(value, 0, 1),
+    sources = (key.data_ptr(), _byte_strides(key, 0, 1), value.data_ptr(), _byte_strides(value, 0, 1))
+    caches = (
         key_cache.data_ptr(),
         _byte_strides(key_cache, 0, 1, 2, 3),
         value_cache.data_ptr(),
         _byte_strides(value_cache, 0, 1, 2, 3),
-        slot_mapping.numpy(),
-        key.shape[1],
-        key.shape[2],
-        key_cache.shape[2],
-        num_threads,
-        _TAGS[key_cache.dtype],
     )
+    shape = (slot_mapping.numpy(), key.shape[1], key.shape[2], key_cache.shape[2], num_threads)
+    if quantizes:
+        scales = (_scale_strides(key_cache, key_scales), _scale_strides(value_cache, value_scales))
+        kernels.store_kv_int8(*sources, *caches, *scales, *shape, _TAGS[key.dtype], _INT8, _F32)
+    else:
+        kernels.store_kv(*sources, *caches, *shape, _TAGS[key_cache.dtype])
 
 
 def paged_prefill(
@@ -79,6 +94,8 @@ def paged_prefill(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shared: SharedPrefixes | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """See `api.Backend.paged_prefill`. With `shared`, rows of one query: see `api.Backend.paged_decode`."""
     num_rows, num_heads, head_dim = seq_lens_kv.shape[0], query.shape[1], query.shape[2]
@@ -103,6 +120,8 @@ def paged_prefill(
         _byte_strides(key_cache, 0, 1, 3),
         value_cache.data_ptr(),
         _byte_strides(value_cache, 0, 1, 2),
+        _scale_strides(key_cache, key_scales),
+        _scale_strides(value_cache, value_scales),
         out.data_ptr(),
         _byte_strides(out, 0, 1),
         block_tables.numpy(),
@@ -139,6 +158,8 @@ def paged_decode(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shared: SharedPrefixes | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """See `api.Backend.paged_decode`: the same kernel with one query a row, so that decode and prefill give the same bits.
 
@@ -159,4 +180,6 @@ def paged_decode(
         softcap=softcap,
         sinks=sinks,
         shared=shared,
+        key_scales=key_scales,
+        value_scales=value_scales,
     )

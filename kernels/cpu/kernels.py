@@ -16,15 +16,15 @@ import numpy as np
 from numba import njit, prange
 
 from ..disk_cache import locked
+from .quantize import store_kv_int8 as store_kv_int8
 from .simd import (
-    NUM_SUMS,
     copy_element,
     hmax,
     hsum,
+    is_int8,
     keep_lanes,
+    keep_lanes_or_zero,
     load,
-    pv_tile,
-    qk_tile,
     splat,
     store,
     vadd,
@@ -34,6 +34,7 @@ from .simd import (
     vsub,
     vtanh,
 )
+from .tiles import NUM_SUMS, pv_tile, qk_tile
 
 _F32 = np.empty(0, np.float32)
 
@@ -41,12 +42,18 @@ _F32 = np.empty(0, np.float32)
 def _make_softmax_row(width):
     """Build the softmax update of one row for tiles of `width`-lane vectors (width is a compile-time constant)."""
 
-    def softmax_row(scores, num_vectors, low, high, softcap, m_old, l_row, f32):
-        """Turn a tile's scores into weights in place; return (new maximum, correction). Lanes outside [low, high) weigh 0."""
+    def softmax_row(scores, num_vectors, low, high, softcap, m_old, l_row, k_scales, v_scales, kv_tag, f32):
+        """Turn a tile's scores into weights in place; return (new maximum, correction). Lanes outside [low, high) weigh 0.
+
+        Of int8 tiles, k_scales and v_scales are the addresses of one scale a token. V's go into the weights but not into
+        their sum, and only where a token is seen: an unwritten slot's scale may be NaN.
+        """
         top = splat(np.float32(-np.inf), width)
         for c in range(num_vectors):
             address = scores + c * (4 * width)
             s = load(address, f32, width)
+            if is_int8(kv_tag):
+                s = vmul(s, load(k_scales + c * (4 * width), f32, width))
             if softcap > np.float32(0):
                 s = vmul(vtanh(vmul(s, splat(np.float32(1) / softcap, width))), splat(softcap, width))
             s = keep_lanes(s, c * width, low, high)
@@ -59,8 +66,10 @@ def _make_softmax_row(width):
         for c in range(num_vectors):
             address = scores + c * (4 * width)
             e = vexp(vsub(load(address, f32, width), shift))
-            store(address, e, f32)
             total = vadd(total, e)
+            if is_int8(kv_tag):
+                e = vmul(e, keep_lanes_or_zero(load(v_scales + c * (4 * width), f32, width), c * width, low, high))
+            store(address, e, f32)
         store(l_row, total, f32)
         return m_new, correction
 
@@ -150,9 +159,9 @@ def _store_output(acc, target, head_dim, inverse, tag, f32):
 
 @njit(boundscheck=False, error_model="numpy")
 def _attend_tiles(
-    first_tile, end_tile, block_tables, row, kv_head, key_cache, key_strides, value_cache, value_strides, first_line,
-    num_queries, group, first_position, q_addr, s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window, softcap,
-    kv_tag, f32,
+    first_tile, end_tile, block_tables, row, kv_head, key_cache, key_strides, value_cache, value_strides, key_scales,
+    value_scales, first_line, num_queries, group, first_position, q_addr, s_addr, acc_addr, l_addr, m, correction, head_dim,
+    block_size, window, softcap, kv_tag, f32,
 ):  # fmt: skip
     """Fold the tiles [first_tile, end_tile) of a row's block table into the running softmax of `num_queries` queries.
 
@@ -172,6 +181,8 @@ def _attend_tiles(
         block = np.int64(block_tables[row, tile])
         k = key_cache + block * key_strides[0] + kv_head * key_strides[1]
         v = value_cache + block * value_strides[0] + kv_head * value_strides[1]
+        k_scales = key_scales[0] + block * key_scales[1] + kv_head * key_scales[2]
+        v_scales = value_scales[0] + block * value_scales[1] + kv_head * value_scales[2]
         _scores(
             q_addr + r0 * q_row, q_row, k, key_strides[2], kv_tag, s_addr + r0 * s_row, s_row, head_dim, r1 - r0, block_size
         )
@@ -181,12 +192,14 @@ def _attend_tiles(
             low = max(0, position - window + 1 - base) if window > 0 else 0
             if block_size < 16:
                 m[r], correction[r] = _softmax_row_4(
-                    s_addr + r * s_row, block_size // 4, low, high, softcap, m[r], l_addr + r * 64, f32
-                )
+                    s_addr + r * s_row, block_size // 4, low, high, softcap, m[r], l_addr + r * 64, k_scales, v_scales,
+                    kv_tag, f32,
+                )  # fmt: skip
             else:
                 m[r], correction[r] = _softmax_row_16(
-                    s_addr + r * s_row, block_size // 16, low, high, softcap, m[r], l_addr + r * 64, f32
-                )
+                    s_addr + r * s_row, block_size // 16, low, high, softcap, m[r], l_addr + r * 64, k_scales, v_scales,
+                    kv_tag, f32,
+                )  # fmt: skip
         # Past the last query's position a slot may be unwritten (and NaN): its weight is 0, but it is not even read.
         num_tokens = min(block_size, first_position + high_query - base)
         _weigh(
@@ -254,6 +267,8 @@ def attend(
     key_strides,
     value_cache,
     value_strides,
+    key_scales,
+    value_scales,
     out,
     out_strides,
     block_tables,
@@ -281,8 +296,10 @@ def attend(
     one query each and there is no window.
 
     query, out: addresses; strides in bytes (token, head). key_cache, value_cache: addresses; strides in bytes (block, head,
-    inner), inner being one head_dim element of K and one token of V. block_tables (S, B), cu_seqlens_q (S + 1,), seq_lens_kv
-    (S,), row_bounds (G + 1,), num_shared_blocks (G,) int32. window 0 and softcap 0 mean none; sinks (H,) fp32 or empty.
+    inner), inner being one head_dim element of K and one token of V. key_scales, value_scales: address and strides in bytes
+    (block, head) of int8 caches' scales, fp32, a head's contiguous; zeros otherwise. block_tables (S, B), cu_seqlens_q
+    (S + 1,), seq_lens_kv (S,), row_bounds (G + 1,), num_shared_blocks (G,) int32. window 0 and softcap 0 mean none; sinks (H,)
+    fp32 or empty.
     """
     group = num_heads // num_kv_heads
     items, bounds = _plan_items(
@@ -315,9 +332,9 @@ def attend(
             l_buf[:num_lines] = 0
             # Shared tiles are full and every row sees them all: there the rows' queries may pass for later ones of the first.
             _attend_tiles(
-                0, num_shared, block_tables, row, kv_head, key_cache, key_strides, value_cache, value_strides, 0, num_queries,
-                group, seq_lens_kv[row] - 1, q_addr, s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window,
-                softcap, kv_tag, f32,
+                0, num_shared, block_tables, row, kv_head, key_cache, key_strides, value_cache, value_strides, key_scales,
+                value_scales, 0, num_queries, group, seq_lens_kv[row] - 1, q_addr, s_addr, acc_addr, l_addr, m, correction,
+                head_dim, block_size, window, softcap, kv_tag, f32,
             )  # fmt: skip
             done = 0
             for r in range(row, end_row):
@@ -327,8 +344,9 @@ def attend(
                 first_visible = max(0, first_position - window + 1) if window > 0 else num_shared * block_size
                 _attend_tiles(
                     first_visible // block_size, (first_position + count - 1) // block_size + 1, block_tables, r, kv_head,
-                    key_cache, key_strides, value_cache, value_strides, done * group, count, group, first_position, q_addr,
-                    s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window, softcap, kv_tag, f32,
+                    key_cache, key_strides, value_cache, value_strides, key_scales, value_scales, done * group, count, group,
+                    first_position, q_addr, s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window, softcap,
+                    kv_tag, f32,
                 )  # fmt: skip
                 done += count
             for r in range(num_lines):

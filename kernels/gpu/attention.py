@@ -1,8 +1,8 @@
 """The Triton backend: the four functions of `api.Backend`, each a launch without a host sync.
 
-Works with fp16, bf16 and fp32, any head_dim, and block sizes that are powers of two. The tensors' device must be the
-current one. With TRITON_INTERPRET=1 (set before triton is imported) the same functions run on CPU tensors; Triton's
-interpreter computes bf16 wrongly, silently, so use fp16 or fp32 there.
+Works with fp16, bf16 and fp32, not with int8 caches; with any head_dim, and block sizes that are powers of two. The tensors'
+device must be the current one. With TRITON_INTERPRET=1 (set before triton is imported) the same functions run on CPU
+tensors; Triton's interpreter computes bf16 wrongly, silently, so use fp16 or fp32 there.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ COPY_CHUNK = 8192  # elements of a block one program copies
 # Given to every launch: a variable of the environment must not change a result's bits.
 FP_FUSION = True
 
+_NO_INT8 = "the gpu backend has no int8 caches: `EngineConfig.resolve` refuses them"
+
 
 def write_kv(
     key: torch.Tensor,
@@ -36,8 +38,12 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """See `api.Backend.write_kv`."""
+    assert key_scales is value_scales is None, _NO_INT8
     num_tokens, num_kv_heads, head_dim = key.shape
     _check_last_dim_contiguous(key, value, key_cache, value_cache)
     if num_tokens == 0:
@@ -75,8 +81,11 @@ def paged_prefill(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """See `api.Backend.paged_prefill`. `max_seqlen_q` is not needed: the grid's size follows from T and S."""
+    assert key_scales is value_scales is None, _NO_INT8
     num_tokens, num_heads, head_dim = query.shape
     num_seqs = seq_lens_kv.shape[0]
     assert query.dtype == key_cache.dtype == value_cache.dtype
@@ -127,11 +136,14 @@ def paged_decode(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shared: SharedPrefixes | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """See `api.Backend.paged_decode`. The number of splits follows from the width of `block_tables`.
 
     Shared blocks take a launch of their own, before; the merge sums a row's partials in the order of positions.
     """
+    assert key_scales is value_scales is None, _NO_INT8
     num_seqs, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
     assert query.dtype == key_cache.dtype == value_cache.dtype

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from pagedgen.kernels.api import SharedPrefixes
+from pagedgen.kernels.reference import quantize
 
 
 @dataclass
@@ -21,6 +22,12 @@ class PagedCase:
     seq_lens_kv: torch.Tensor
     q_lens: list[int]
     scale: float
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor | None]:
+        return {"key_scales": self.key_scales, "value_scales": self.value_scales}
 
     def clone(self) -> PagedCase:
         return PagedCase(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in vars(self).items()})
@@ -71,12 +78,29 @@ def build_case(
     return case
 
 
+def quantize_case(case: PagedCase, *, key_transposed: bool = True) -> PagedCase:
+    """Return the case with int8 caches. Slots no row owns have NaN scales and random codes."""
+    case = case.clone()
+    gen = torch.Generator().manual_seed(4)
+    for name in ("key", "value"):
+        cache = getattr(case, f"{name}_cache")
+        codes, scales = quantize(cache)
+        unowned = cache[..., 0].isnan()
+        assert torch.equal(scales.isnan(), unowned)
+        codes[unowned] = torch.randint(-128, 128, codes[unowned].shape, generator=gen).to(torch.int8)
+        if key_transposed and name == "key":
+            codes = codes.transpose(2, 3).contiguous().transpose(2, 3)
+        setattr(case, f"{name}_cache", codes)
+        setattr(case, f"{name}_scales", scales)
+    return case
+
+
 def share_blocks(case: PagedCase, groups: list[tuple[int, int]]) -> SharedPrefixes:
     """Let the rows of each group (rows, blocks) begin with its first row's blocks; those given up become NaN."""
     bounds, tables = [0], case.block_tables
     for num_rows, num_blocks in groups:
         first, end = bounds[-1], bounds[-1] + num_rows
-        for cache in (case.key_cache, case.value_cache):
+        for cache in (case.key_cache, case.value_cache) if case.key_scales is None else case.scales.values():
             cache[tables[first + 1 : end, :num_blocks].flatten().long()] = float("nan")
         tables[first + 1 : end, :num_blocks] = tables[first, :num_blocks].clone()
         bounds.append(end)
@@ -93,6 +117,14 @@ def share_blocks(case: PagedCase, groups: list[tuple[int, int]]) -> SharedPrefix
 @pytest.fixture
 def make_case():
     return build_case
+
+
+@pytest.fixture
+def make_int8_case():
+    def make(*args, key_transposed=True, **kwargs):
+        return quantize_case(build_case(*args, **kwargs), key_transposed=key_transposed)
+
+    return make
 
 
 @pytest.fixture(name="share_blocks")

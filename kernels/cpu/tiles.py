@@ -1,0 +1,158 @@
+"""The two products of a tile of K or V, many rows at a time, with all sums in registers.
+
+Rows handled together share what they load, not what they compute: a row's sums run in the order written here, whatever its
+group.
+"""
+
+from __future__ import annotations
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .simd import (
+    F32,
+    I64,
+    ITEM_BYTES,
+    broadcast,
+    constant,
+    dtype_name,
+    fma,
+    load_widened,
+    store_narrowed,
+    vector_type,
+)
+
+# Sums of 16 lanes that stay in registers beside what is loaded: AVX-512 has 32 registers of 16 lanes; AVX2 has 16 of 8, NEON
+# 32 of 4. More would be written to the stack and read again with every product.
+NUM_SUMS = 16 if binding.get_host_cpu_features().get("avx512f") else 6
+
+
+def _offset(builder, base, index, stride):
+    return builder.add(base, builder.mul(ir.Constant(I64, index), stride))
+
+
+def _accumulators(builder, vec_t, rows, cols):
+    """Stack slots that LLVM promotes to registers: `rows x cols` vectors that live across a loop."""
+    return [[cgutils.alloca_once(builder, vec_t) for _ in range(cols)] for _ in range(rows)]
+
+
+def _for_row_groups(builder, num_rows, largest, emit):
+    """Emit code that handles `num_rows` rows in groups of `largest` (8 at most), then of 4, and at last of 3, 2 or 1.
+
+    `emit(first_row, rows)` emits one group; the rows of a group share what they load, not what they compute, so a row's
+    result doesn't depend on its group.
+    """
+    done = cgutils.alloca_once_value(builder, ir.Constant(I64, 0))
+
+    def left():
+        return builder.sub(num_rows, builder.load(done))
+
+    def group(rows):
+        emit(builder.load(done), rows)
+        builder.store(builder.add(builder.load(done), ir.Constant(I64, rows)), done)
+
+    with cgutils.for_range(builder, builder.sdiv(num_rows, ir.Constant(I64, largest))):
+        group(largest)
+    if largest > 4:
+        with builder.if_then(builder.icmp_signed(">=", left(), ir.Constant(I64, 4))):
+            group(4)
+    for rows in range(min(3, largest - 1), 0, -1):
+        with builder.if_then(builder.icmp_signed("==", left(), ir.Constant(I64, rows))):
+            group(rows)
+
+
+@intrinsic(prefer_literal=True)
+def qk_tile(typingctx, q, q_row, k, k_row, tag, scores, scores_row, depth, num_rows, cols, width):
+    """scores[r, c] = sum_d q[r, d] * k[d, c] for `num_rows` rows and `cols` vectors of `width` tokens, kept in registers.
+
+    q: fp32, one row of `depth` each `q_row` bytes. k: the tag's dtype, one row of tokens each `k_row` bytes (K transposed
+    inside its block). scores: fp32, one row each `scores_row` bytes. The sum over d runs in order for every element.
+    """
+    num_cols, lanes = cols.literal_value, width.literal_value
+    name = dtype_name(tag)
+    itemsize = ITEM_BYTES[name]
+
+    def codegen(context, builder, signature, args):
+        q_, q_row_, k_, k_row_, _, s_, s_row_, depth_, num_rows_ = args[:9]
+
+        def emit(first, rows):
+            acc = _accumulators(builder, vector_type(lanes), rows, num_cols)
+            for slot in (slot for line in acc for slot in line):
+                builder.store(constant(lanes, 0.0), slot)
+            q_first = builder.add(q_, builder.mul(first, q_row_))
+            with cgutils.for_range(builder, depth_) as loop:
+                k_line = builder.add(k_, builder.mul(loop.index, k_row_))
+                keys = [
+                    load_widened(builder, builder.add(k_line, ir.Constant(I64, c * lanes * itemsize)), name, lanes)
+                    for c in range(num_cols)
+                ]
+                q_column = builder.add(q_first, builder.mul(loop.index, ir.Constant(I64, 4)))
+                for r in range(rows):
+                    scalar = builder.load(builder.inttoptr(_offset(builder, q_column, r, q_row_), F32.as_pointer()))
+                    spread = broadcast(builder, scalar, lanes)
+                    for c in range(num_cols):
+                        builder.store(fma(builder, spread, keys[c], builder.load(acc[r][c])), acc[r][c])
+            s_first = builder.add(s_, builder.mul(first, s_row_))
+            for r in range(rows):
+                line = _offset(builder, s_first, r, s_row_)
+                for c in range(num_cols):
+                    address = builder.add(line, ir.Constant(I64, c * lanes * 4))
+                    store_narrowed(builder, address, builder.load(acc[r][c]), "float32")
+
+        _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // num_cols), emit)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, i64, tag, i64, i64, i64, i64, cols, width), codegen
+
+
+@intrinsic(prefer_literal=True)
+def pv_tile(typingctx, p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_rows, cols, width):
+    """acc[r, c] = acc[r, c] * correction[r] + sum_t p[r, t] * v[t, c], tokens in order, kept in registers.
+
+    p: fp32 weights, one row each `p_row` bytes. v: the tag's dtype, one token each `v_row` bytes. acc: fp32, one row each
+    `acc_row` bytes. correction: fp32, one a row. `num_rows` rows by `cols` vectors of `width` lanes of head_dim.
+    """
+    num_cols, lanes = cols.literal_value, width.literal_value
+    name = dtype_name(tag)
+    itemsize = ITEM_BYTES[name]
+
+    def codegen(context, builder, signature, args):
+        p_, p_row_, v_, v_row_, _, acc_, acc_row_, correction_, count_, num_rows_ = args[:10]
+
+        def emit(first, rows):
+            slots = _accumulators(builder, vector_type(lanes), rows, num_cols)
+            acc_first = builder.add(acc_, builder.mul(first, acc_row_))
+            for r in range(rows):
+                address = builder.add(correction_, builder.mul(builder.add(first, ir.Constant(I64, r)), ir.Constant(I64, 4)))
+                factor = broadcast(builder, builder.load(builder.inttoptr(address, F32.as_pointer())), lanes)
+                line = _offset(builder, acc_first, r, acc_row_)
+                for c in range(num_cols):
+                    old = load_widened(builder, builder.add(line, ir.Constant(I64, c * lanes * 4)), "float32", lanes)
+                    builder.store(builder.fmul(old, factor), slots[r][c])
+            p_first = builder.add(p_, builder.mul(first, p_row_))
+            with cgutils.for_range(builder, count_) as loop:
+                v_line = builder.add(v_, builder.mul(loop.index, v_row_))
+                values = [
+                    load_widened(builder, builder.add(v_line, ir.Constant(I64, c * lanes * itemsize)), name, lanes)
+                    for c in range(num_cols)
+                ]
+                p_column = builder.add(p_first, builder.mul(loop.index, ir.Constant(I64, 4)))
+                for r in range(rows):
+                    scalar = builder.load(builder.inttoptr(_offset(builder, p_column, r, p_row_), F32.as_pointer()))
+                    spread = broadcast(builder, scalar, lanes)
+                    for c in range(num_cols):
+                        builder.store(fma(builder, spread, values[c], builder.load(slots[r][c])), slots[r][c])
+            for r in range(rows):
+                line = _offset(builder, acc_first, r, acc_row_)
+                for c in range(num_cols):
+                    address = builder.add(line, ir.Constant(I64, c * lanes * 4))
+                    store_narrowed(builder, address, builder.load(slots[r][c]), "float32")
+
+        _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // num_cols), emit)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, i64, tag, i64, i64, i64, i64, i64, cols, width), codegen
