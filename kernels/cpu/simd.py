@@ -256,8 +256,10 @@ _EXP_MIN, _EXP_MAX = -87.3365, 88.3762
 
 def _emit_exp(builder, x):
     width = x.type.count
-    clamped = builder.select(builder.fcmp_ordered(">", x, constant(width, _EXP_MIN)), x, constant(width, _EXP_MIN))
-    clamped = builder.select(builder.fcmp_ordered("<", clamped, constant(width, _EXP_MAX)), clamped, constant(width, _EXP_MAX))
+    # The order of the operands lets a NaN through; it makes the polynomial one, whatever exponent its conversion gives.
+    low, high = constant(width, _EXP_MIN), constant(width, _EXP_MAX)
+    clamped = builder.select(builder.fcmp_ordered(">", low, x), low, x)
+    clamped = builder.select(builder.fcmp_ordered("<", high, clamped), high, clamped)
     n = _call(
         builder,
         f"llvm.nearbyint.v{width}f32",
@@ -278,7 +280,7 @@ def _emit_exp(builder, x):
 
 @intrinsic
 def vexp(typingctx, v):
-    """exp of every lane, within 2 units in the last place; exactly 0 below -87.3."""
+    """exp of every lane, within 2 units in the last place; exactly 0 below -87.3; NaN of NaN."""
 
     def codegen(context, builder, signature, args):
         return _emit_exp(builder, args[0])

@@ -107,6 +107,28 @@ def test_large_scores_do_not_overflow(make_case):
     assert_close(prefill(cpu, case), prefill(reference, case))
 
 
+@pytest.mark.parametrize("block_size", [4, 8, 16, 32])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("what", [float("nan"), float("inf")])
+def test_a_key_that_is_no_number_is_not_passed_over(make_case, block_size, softcap, what):
+    """Its weight became about 1e-38, and the row's answer a number. Row 1 sees it, row 0 doesn't."""
+    case = make_case(
+        [70, 70], [1, 1], num_heads=2, num_kv_heads=1, head_dim=16, block_size=block_size, dtype=torch.float32,
+        key_transposed=True,
+    )  # fmt: skip
+    case.query.abs_()  # so that an infinite key has an infinite score
+    want = decode(cpu, case, softcap=softcap)
+    for position in (0, 3, 30, 69):
+        spoiled = case.clone()
+        spoiled.key_cache[case.block_tables[1, position // block_size], 0, position % block_size] = what
+        got = decode(cpu, spoiled, softcap=softcap)
+        assert torch.equal(got[0], want[0])
+        want_spoiled = decode(reference, spoiled, softcap=softcap)
+        torch.testing.assert_close(got, want_spoiled, atol=2e-6, rtol=2e-6, equal_nan=True)
+        if softcap is None or what != what:
+            assert got[1].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("block_size", [4, 16, 32])
 @pytest.mark.parametrize("sliding_window", [None, 13])
