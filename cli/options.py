@@ -100,6 +100,14 @@ Dtype = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(
+        help="auto (--dtype's) or int8: about half of bfloat16's bytes, but K and V are rounded to 8 bits, so that tokens can "
+        "differ from auto's; not on GPU.",
+        rich_help_panel=RUNTIME,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(help="Longest prompt plus completion, in tokens. (default: the model's)", rich_help_panel=MODEL),

@@ -235,7 +235,10 @@ def show_summary(stats: dict[str, Any], output: str, stats_path: str | None, max
         table.add_row("swap space", f"{sizes}; moved: {', '.join(f'{n:,} {name}' for name, n in moved.items()) or 'none'}")
     table.add_row("peak memory", gib(stats["peak_memory_bytes"]))
     config = stats["config"]["engine"]
-    table.add_row("ran as", f"{config['dtype']} on {config['device']} ({config['backend']} kernels), seed {config['seed']}")
+    kv_cache = ", int8 K/V" if config["kv_cache_dtype"] == "int8" else ""
+    table.add_row(
+        "ran as", f"{config['dtype']}{kv_cache} on {config['device']} ({config['backend']} kernels), seed {config['seed']}"
+    )
     table.add_row("output", "stdout" if output == "-" else output)
     if stats_path:
         table.add_row("statistics", stats_path)

@@ -65,7 +65,8 @@ def show_plan(report: Any) -> None:
         f"{gib(plan['device_total_bytes'])} in all, {gib(plan['device_free_bytes'])} free ({config['device']}, "
         f"{report.memory_source}); at most {config['gpu_memory_utilization']:.0%} of all is used",
     )
-    table.add_row("KV per token", f"{plan['bytes_per_token']:,} bytes")
+    scales = " (int8, scales included)" if model["kv_cache_dtype"] == "int8" else ""
+    table.add_row("KV per token", f"{plan['bytes_per_token']:,} bytes{scales}")
     table.add_row("KV per block", f"{plan['bytes_per_block']:,} bytes ({plan['block_size']} tokens)")
     table.add_row("for KV", gib(plan["available_kv_bytes"]))
     table.add_row("max_block_num", f"{plan['max_block_num']:,}")

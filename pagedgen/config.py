@@ -13,6 +13,7 @@ FORMATS = ("auto", "jsonl", "csv", "tsv", "parquet", "openai-batch")
 ON_ERROR = ("continue", "stop")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "int8")  # auto: the model's
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "reference", "cpu", "gpu")
 SORTS = ("prefix", "length", "none")
@@ -20,7 +21,7 @@ SORTS = ("prefix", "length", "none")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The engine's settings; None and "auto" mean "choose", and `resolve()` chooses.
+    """The engine's settings; None and "auto" mean "choose", and `resolve()` chooses (but `kv_cache_dtype` "auto" is `dtype`).
 
     Raises:
         UsageError: a value is out of its range; the message names the flag, the value and what is allowed.
@@ -31,6 +32,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     backend: str = "auto"
     block_size: int | None = None
@@ -53,6 +55,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _choice("--dtype", self.dtype, DTYPES)
+        _choice("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _choice("--device", self.device, DEVICES)
         _choice("--backend", self.backend, BACKENDS)
         _choice("--sort", self.sort, SORTS)
@@ -116,6 +119,11 @@ class EngineConfig:
             backend = "gpu" if on_gpu else "cpu"
         if (backend == "gpu") != on_gpu and backend != "reference":
             raise UsageError(f"--backend {backend} can't run on --device {device}")
+        if self.kv_cache_dtype == "int8" and backend == "gpu":
+            raise UsageError(
+                "--kv-cache-dtype int8 runs on the cpu and reference backends only, not on gpu: leave it out or take "
+                "--device cpu"
+            )
         return replace(
             self,
             device=device,

@@ -65,7 +65,7 @@ class ModelRunner:
             num_kv_heads=spec.num_kv_heads,
             block_size=self._block_size,
             head_dim=spec.head_dim,
-            dtype=getattr(torch, spec.dtype),
+            dtype=getattr(torch, spec.kv_cache_dtype),
             device=str(self._device),
             key_transposed=self._backend.KEY_TRANSPOSED,
         )

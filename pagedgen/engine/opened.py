@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import EngineConfig
@@ -121,6 +121,8 @@ def open_model(config: EngineConfig, *, planning: bool = False, chat_template: s
         _check_template(chat_template)
         tokenizer.chat_template = chat_template
     spec = loader.inspect_model(files, hf_config, dtype, loader.load_eos_token_ids(files, hf_config, tokenizer))
+    if config.kv_cache_dtype != "auto":
+        spec = replace(spec, kv_cache_dtype=config.kv_cache_dtype)
     resolved = config.resolve(
         device=device,
         dtype=dtype,

@@ -17,6 +17,7 @@ from ..sampling_params import SamplingParams
 from .batch import BlockTableArray, PackedBatch
 from .engine import Engine
 from .generation import StepReport
+from .kv_cache import KVCache
 from .planner import RequestLengths
 from .prefix_tree import BLOCK_SIZES
 from .profile import MachineProfile
@@ -172,21 +173,40 @@ def measure_block_sizes(engine: Engine, repeats: int = 7) -> dict[str, float]:
     """Return the seconds that one decode step's attention takes in all layers, by block size (64 rows of 512 tokens)."""
     spec, config = engine.opened.spec, engine.opened.config
     backend = load_backend(config.backend)
-    dtype, device = getattr(torch, spec.dtype), torch.device(config.device)
+    device = torch.device(config.device)
     result = {}
     for size in BLOCK_SIZES:
         blocks = DECODE_ROWS * DECODE_CONTEXT // size
-        shape = (blocks, spec.num_kv_heads, spec.head_dim, size) if backend.KEY_TRANSPOSED else None
-        value = torch.zeros((blocks, spec.num_kv_heads, size, spec.head_dim), dtype=dtype, device=device)
-        key = torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3) if shape else torch.zeros_like(value)
+        cache = KVCache(
+            num_blocks=blocks,
+            num_layers=1,
+            num_kv_heads=spec.num_kv_heads,
+            block_size=size,
+            head_dim=spec.head_dim,
+            dtype=getattr(torch, spec.kv_cache_dtype),
+            device=config.device,
+            key_transposed=backend.KEY_TRANSPOSED,
+        )
+        cache.kv.zero_()
+        layer = cache.layers[0]
         tables = torch.randperm(blocks, dtype=torch.int32).reshape(DECODE_ROWS, -1).to(device)
         lengths = torch.full((DECODE_ROWS,), DECODE_CONTEXT, dtype=torch.int32, device=device)
-        query = torch.zeros((DECODE_ROWS, spec.num_heads, spec.head_dim), dtype=dtype, device=device)
+        query = torch.zeros((DECODE_ROWS, spec.num_heads, spec.head_dim), dtype=getattr(torch, spec.dtype), device=device)
         out = torch.empty_like(query)
         times = []
         for _ in range(repeats + 2):
             start = perf_counter()
-            backend.paged_decode(query, key, value, tables, lengths, out, scale=1.0)
+            backend.paged_decode(
+                query,
+                layer.key,
+                layer.value,
+                tables,
+                lengths,
+                out,
+                scale=1.0,
+                key_scales=layer.key_scales,
+                value_scales=layer.value_scales,
+            )
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(perf_counter() - start)

@@ -142,8 +142,7 @@ def report(
     costs = block_size_costs(prompt_lens, outputs, rows.sharing, profile)
     what_if = []
     most = plan.peak_blocks_needed
-    for name, factor in (("half the memory for K/V", 0.5), ("twice the memory for K/V, or 8-bit K/V", 2.0)):
-        num_blocks = max(1, int(plan.max_block_num * factor))
+    for name, num_blocks in _other_pools(opened.spec, engine, plan.max_block_num):
         if num_blocks >= most and plan.num_blocks >= most:
             continue  # the job has all it can use either way
         other = asdict(forecast(rows, engine, min(num_blocks, max(most, 1)), profile, lengths))
@@ -170,6 +169,16 @@ def report(
         warnings=warnings(opened.spec, plan, prompt_lens, outputs, told),
         profile=None if profile is None else asdict(profile),
     )
+
+
+def _other_pools(spec: Any, config: EngineConfig, num_blocks: int) -> list[tuple[str, int]]:
+    """Return what would change the pool's blocks, and how many it then had: more or less memory, K/V of another dtype."""
+    found = [("half the memory for K/V", num_blocks // 2), ("twice the memory for K/V", num_blocks * 2)]
+    if config.backend != "gpu":  # which has no int8
+        other = "int8" if config.kv_cache_dtype == "auto" else "auto"
+        other_bytes = replace(spec, kv_cache_dtype=spec.dtype if other == "auto" else other).bytes_per_token
+        found.append((f"--kv-cache-dtype {other}", num_blocks * spec.bytes_per_token // other_bytes))
+    return [(what, max(1, count)) for what, count in found]
 
 
 def assumed_lengths(config: JobConfig) -> Callable[[Request, int], int]:

@@ -175,7 +175,8 @@ def _manifest(job: Job) -> dict[str, Any]:
         "versions": _versions(engine.device),
         "model": _model_identity(opened),
         "engine": {
-            name: getattr(engine, name) for name in ("dtype", "device", "backend", "block_size", "max_model_len", "seed")
+            name: getattr(engine, name)
+            for name in ("dtype", "kv_cache_dtype", "device", "backend", "block_size", "max_model_len", "seed")
         },
         "gpu": device_name(engine.device),
         "sampling": asdict(config.sampling),

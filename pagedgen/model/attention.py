@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
-from ..kernels.api import Backend, SharedPrefixes
+from ..kernels.api import Backend, LayerCache, SharedPrefixes
 
 ATTENTION_NAME = "pagedgen"
 
@@ -61,7 +61,7 @@ class AttentionStep:
     """What every layer's attention needs of the current batch; tensors on the device. See `engine.batch.PackedBatch`."""
 
     backend: Backend
-    cache_layers: Sequence[tuple[torch.Tensor, torch.Tensor]]  # (key_cache, value_cache) of each layer
+    cache_layers: Sequence[LayerCache]
     num_tokens: int
     num_decodes: int
     slot_mapping: torch.Tensor
@@ -107,14 +107,16 @@ def paged_attention(
                 f"{type(module).__name__} has a window of {window} tokens only in its mask; pass --max-model-len {window}"
             )
         step.checked_layers.add(layer_id)
-    key_cache, _ = step.cache_layers[layer_id]
+    key_cache = step.cache_layers[layer_id].key
     if key.shape[1] != key_cache.shape[1] or key.shape[3] != key_cache.shape[3] or value.shape != key.shape:
         raise ModelError(
             f"layer {layer_id} has {key.shape[1]} KV heads of {key.shape[3]}/{value.shape[3]} dimensions (K/V), "
             f"the pool {key_cache.shape[1]} of {key_cache.shape[3]}: only models with one KV shape can run"
         )
-    # Rotary embeddings and norms may leave fp32 behind; the pool and the kernels have one dtype.
-    q, k, v = (_rows(t.to(key_cache.dtype)) for t in (query, key, value))
+    # Rotary embeddings and norms may leave fp32 behind; the pool and the kernels have one dtype. V, which neither touches, has
+    # the model's where the pool is int8.
+    dtype = value.dtype if key_cache.dtype == torch.int8 else key_cache.dtype
+    q, k, v = (_rows(t.to(dtype)) for t in (query, key, value))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     scale = scaling if scaling is not None else q.shape[2] ** -0.5
     attend(step, layer_id, q, k, v, out, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
@@ -134,32 +136,44 @@ def attend(
 
     T may end in rows that only fill up a GEMM: their output is zero. `options` as `api.Backend.paged_decode`'s.
     """
-    key_cache, value_cache = step.cache_layers[layer_id]
+    cache = step.cache_layers[layer_id]
     live, decodes = step.num_tokens, step.num_decodes
-    step.backend.write_kv(key[:live], value[:live], key_cache, value_cache, step.slot_mapping)
+    step.backend.write_kv(
+        key[:live],
+        value[:live],
+        cache.key,
+        cache.value,
+        step.slot_mapping,
+        key_scales=cache.key_scales,
+        value_scales=cache.value_scales,
+    )
     if query.shape[0] > live:
         out[live:] = 0
     if decodes:
         step.backend.paged_decode(
             query[:decodes],
-            key_cache,
-            value_cache,
+            cache.key,
+            cache.value,
             step.decode_block_tables,
             step.decode_seq_lens,
             out[:decodes],
             shared=step.decode_shared,
+            key_scales=cache.key_scales,
+            value_scales=cache.value_scales,
             **options,
         )
     if live > decodes:
         step.backend.paged_prefill(
             query[decodes:live],
-            key_cache,
-            value_cache,
+            cache.key,
+            cache.value,
             step.prefill_block_tables,
             step.prefill_cu_seqlens_q,
             step.prefill_seq_lens,
             out[decodes:live],
             max_seqlen_q=step.max_seqlen_q,
+            key_scales=cache.key_scales,
+            value_scales=cache.value_scales,
             **options,
         )
 

@@ -279,6 +279,7 @@ def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[in
     return ModelSpec(
         model_type=config.model_type,
         dtype=dtype,
+        kv_cache_dtype=dtype,
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -369,12 +369,12 @@ def test_vllm_49716_strides_of_any_shape_lead_to_the_right_slot(backend, heads, 
     k, v = (torch.from_numpy(rng.standard_normal((3, 8, heads, head_dim)).astype(np.float32)) for _ in range(2))
     slots = torch.arange(8) + 8  # block 1
     for layer in range(3):
-        kernels.write_kv(k[layer], v[layer], *cache.layers[layer], slots)
+        kernels.write_kv(k[layer], v[layer], cache.layers[layer].key, cache.layers[layer].value, slots)
     store = BlockStore(cache.kv, kernels, host_blocks=2)
     path = [Address(Tier.DEVICE, 1), Address(Tier.DEVICE, 4), Address(Tier.HOST, 1), Address(Tier.DEVICE, 2)]
     store.move(batch_moves(list(pairwise(path))))
     for layer in range(3):
-        key, value = cache.layers[layer]
+        key, value = cache.layers[layer].key, cache.layers[layer].value
         for block in (1, 4, 2):
             assert torch.equal(key[block].transpose(0, 1), k[layer])
             assert torch.equal(value[block].transpose(0, 1), v[layer])

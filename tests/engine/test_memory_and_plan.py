@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,8 @@ def spec(**changes):
         "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000, "max_model_len": 4096,
         "weights_bytes": 13_476_839_424, "tied_head_bytes": 0, "max_model_len_limited_by": "x", "eos_token_ids": (2,),
     }  # fmt: skip
-    return ModelSpec(**{**llama2_7b, **changes})
+    settings = {**llama2_7b, **changes}
+    return ModelSpec(**{"kv_cache_dtype": settings["dtype"], **settings})
 
 
 def plan(lens, max_tokens, **changes):
@@ -40,6 +43,16 @@ def test_kv_sizes_of_known_models():
     assert plan([100], [10]).max_block_num == 2560
     smol = spec(dtype="bfloat16", num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
     assert smol.bytes_per_token == 22.5 * 1024
+    assert replace(smol, dtype="float32", kv_cache_dtype="bfloat16").bytes_per_token == 22.5 * 1024
+
+
+def test_int8_counts_its_scales():
+    """128 codes and a scale of 4 bytes a head: 264 KiB a token instead of 512, so 20 GiB hold 4964 blocks instead of 2560."""
+    llama = spec(kv_cache_dtype="int8")
+    assert llama.bytes_per_token == 2 * 32 * 32 * (128 + 4) == 264 * 1024
+    assert llama.bytes_per_block(16) == 16 * 264 * 1024
+    assert 20 * GIB // llama.bytes_per_block(16) == 4964
+    assert spec(kv_cache_dtype="int8", head_dim=5).bytes_per_token == 2 * 32 * 32 * 9
 
 
 def test_padding_of_a_published_example():

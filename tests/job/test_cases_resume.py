@@ -153,8 +153,9 @@ def change_template(model):
         ([], change_template, "prompts.chat_template was"),
         (["--seed", 1], None, "engine.seed was 0, is 1"),
         (["--max-tokens", 6], None, "sampling.max_tokens was 5, is 6"),
+        (["--kv-cache-dtype", "int8"], None, 'engine.kv_cache_dtype was "auto", is "int8"'),
     ],
-    ids=["temperature", "stop", "weights", "template_flag", "template_file", "seed", "max_tokens"],
+    ids=["temperature", "stop", "weights", "template_flag", "template_file", "seed", "max_tokens", "kv_cache_dtype"],
 )
 def test_rs_02_a_changed_setting_is_refused_by_name(half_done, tmp_path, flags, change, named, finished):
     args, whole, out = half_done
