@@ -13,6 +13,7 @@ import torch
 from ..api import SharedPrefixes
 from ..reference import copy_blocks as copy_blocks
 from . import load_kernels
+from .fused import TAGS
 
 KEY_TRANSPOSED = True
 
@@ -21,12 +22,7 @@ _ROWS_PER_ITEM = 32
 # Where rows share blocks, items are the larger the more blocks are read once; so many are left that threads end together.
 _ITEMS_PER_THREAD = 2
 
-_F32 = np.empty(0, np.float32)
-_TAGS = {
-    torch.float32: _F32,
-    torch.bfloat16: np.empty(0, np.uint16),
-    torch.float16: np.empty(0, np.int16),
-}
+_F32 = TAGS[torch.float32]
 
 
 def _byte_strides(tensor: torch.Tensor, *dims: int) -> tuple[int, ...]:
@@ -60,7 +56,7 @@ def write_kv(
         key.shape[2],
         key_cache.shape[2],
         num_threads,
-        _TAGS[key_cache.dtype],
+        TAGS[key_cache.dtype],
     )
 
 
@@ -120,8 +116,8 @@ def paged_prefill(
         sliding_window or 0,
         np.float32(softcap or 0.0),
         num_threads,
-        _TAGS[query.dtype],
-        _TAGS[key_cache.dtype],
+        TAGS[query.dtype],
+        TAGS[key_cache.dtype],
         _F32,
     )
 

@@ -169,6 +169,7 @@ def _binary(emit):
 vadd = _binary(lambda builder, a, b: builder.fadd(a, b))
 vsub = _binary(lambda builder, a, b: builder.fsub(a, b))
 vmul = _binary(lambda builder, a, b: builder.fmul(a, b))
+vdiv = _binary(lambda builder, a, b: builder.fdiv(a, b))
 vmax = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 

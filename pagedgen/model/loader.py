@@ -19,7 +19,9 @@ import torch
 
 from ..errors import ModelError, PagedgenError
 from . import attention, demo
-from .linear import MeasuredBuckets, make_row_invariant
+from .decoder import FusedDecoder, can_fuse
+from .forward import Forward, ModuleForward
+from .linear import make_row_invariant
 from .spec import DTYPE_BYTES, ModelSpec
 
 T = TypeVar("T")
@@ -348,12 +350,11 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def load_model(
-    files: ModelFiles, config: Any, dtype: str, device: str, *, row_invariant: bool
-) -> tuple[torch.nn.Module, MeasuredBuckets]:
-    """Load the weights; return the model with paged attention, in inference mode on its device, and its GEMMs' row buckets.
+def load_model(files: ModelFiles, config: Any, dtype: str, device: str, *, row_invariant: bool, fused: bool) -> Forward:
+    """Load the weights; return the model's forward pass with paged attention on its device.
 
-    With `row_invariant` every GEMM runs in agreeing row buckets (see `linear.py`), measured at the first batch.
+    With `row_invariant` every product runs in agreeing row buckets (see `linear.py`). `fused`: by our own passes on CPU where
+    they know the model (see `decoder.py`), else by transformers' modules.
 
     Raises:
         ModelError: tensors are missing from the checkpoint (they would be random), or it can't be read.
@@ -388,4 +389,6 @@ def load_model(
         model.set_experts_implementation("eager")
     model.eval().requires_grad_(False)
     model.to(device)
-    return model, make_row_invariant(model) if row_invariant else {}
+    if fused and can_fuse(model):
+        return FusedDecoder(model)
+    return ModuleForward(model, make_row_invariant(model) if row_invariant else {})
