@@ -132,6 +132,7 @@ def run(
     trust_remote_code: opt.TrustRemoteCode = False,
     allow_pickle: opt.AllowPickle = False,
     dtype: opt.Dtype = "auto",
+    quantization: opt.Quantization = "none",
     max_model_len: opt.MaxModelLen = None,
     device: opt.Device = "auto",
     backend: Annotated[
@@ -237,6 +238,7 @@ def run(
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
             dtype=dtype,
+            quantization=quantization,
             device=device,
             backend=backend,
             block_size=opt.parse_block_size(block_size),

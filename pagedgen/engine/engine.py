@@ -46,7 +46,7 @@ class Engine:
             model = loader.load_model(
                 opened.files,
                 opened.hf_config,
-                spec.dtype,
+                spec,
                 config.device,
                 row_invariant=config.device == "cpu",
                 fused=config.backend == "cpu",

@@ -166,6 +166,15 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def _quantization(name: str) -> str:
+    """Return a quantization as a manifest tells it: how fine int8 weights are depends on the processor."""
+    if name != "int8":
+        return name
+    from ..model.int8 import weight_levels
+
+    return f"int8 with weights to {weight_levels()}"
+
+
 def _manifest(job: Job) -> dict[str, Any]:
     """Return everything that shapes the job's results, and nothing else."""
     config, opened = job.config, job.opened
@@ -175,7 +184,8 @@ def _manifest(job: Job) -> dict[str, Any]:
         "versions": _versions(engine.device),
         "model": _model_identity(opened),
         "engine": {
-            name: getattr(engine, name) for name in ("dtype", "device", "backend", "block_size", "max_model_len", "seed")
+            **{name: getattr(engine, name) for name in ("dtype", "device", "backend", "block_size", "max_model_len", "seed")},
+            "quantization": _quantization(engine.quantization),
         },
         "gpu": device_name(engine.device),
         "sampling": asdict(config.sampling),

@@ -8,6 +8,7 @@ fp32 whatever the model's dtype, and rows whose logits nobody needs leave before
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch import nn
 
 from ..kernels.cpu import fused
 from .attention import AttentionStep, attend
+from .int8 import Int8Linear
 from .linear import RowInvariantLinear, RowInvariantProduct, common_buckets, split_rows
+
+Product = RowInvariantLinear | Int8Linear
 
 # Classes of transformers whose layers are exactly norm, attention with rotary embedding, norm, gated SiLU; with each the way
 # to an attention module's sliding window.
@@ -46,12 +50,12 @@ class _Layer:
     """One layer's weights: norms in fp32, products prepacked."""
 
     input_norm: torch.Tensor
-    qkv: RowInvariantLinear
+    qkv: Product
     head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    out: RowInvariantLinear
+    out: Product
     post_norm: torch.Tensor
-    gate_up: RowInvariantLinear
-    down: RowInvariantLinear
+    gate_up: Product
+    down: Product
     window: int | None
     scale: float
 
@@ -72,8 +76,13 @@ class _Buffers:
 class FusedDecoder:
     """The forward pass of one model. Takes the model's weights over: the modules are not usable after it is made."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, quantization: str = "none"):
         invariant = RowInvariantProduct()
+
+        def product(*linears: nn.Linear) -> Product:
+            joined = _joined(*linears) if len(linears) > 1 else linears[0]
+            return Int8Linear(joined) if quantization == "int8" else RowInvariantLinear(joined, invariant)
+
         decoder = model.model
         attention = decoder.layers[0].self_attn
         self._dtype = model.dtype
@@ -82,11 +91,11 @@ class FusedDecoder:
         self._intermediate = decoder.layers[0].mlp.down_proj.in_features
         self._embedding = decoder.embed_tokens.weight.detach()
         self._rotary = decoder.rotary_emb
-        self._head = RowInvariantLinear(model.lm_head, invariant)
+        self._head = product(model.lm_head)
         window = _WINDOWS[type(model).__name__]
         self._layers = []
         for index, layer in enumerate(decoder.layers):
-            self._layers.append(_take_layer(layer, window(layer.self_attn), invariant))
+            self._layers.append(_take_layer(layer, window(layer.self_attn), product))
             decoder.layers[index] = nn.Identity()  # the weights are packed: these go
         self._norm = decoder.norm.weight.detach().float()
         self._products = (self._layers[0].qkv, self._layers[0].out, self._layers[0].gate_up, self._layers[0].down)
@@ -105,7 +114,7 @@ class FusedDecoder:
         residual = work.residual[:rows].copy_(self._embedding[ids])
         cos, sin = (t[0].contiguous() for t in self._rotary(residual, places[None]))
         for start, end in chunks:
-            fused.add_rms_norm(residual[start:end], None, self._layers[0].input_norm, work.normed[start:end], self._eps)
+            fused.add_rms_norm(residual[start:end], None, None, self._layers[0].input_norm, work.normed[start:end], self._eps)
             self._project(0, start, end, cos, sin, work)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -119,26 +128,25 @@ class FusedDecoder:
             for start, end in chunks:
                 delta = self._mix(layer, residual[start:end], attended[start:end], work.normed[start:end], work.activated)
                 next_norm = self._layers[index + 1].input_norm
-                fused.add_rms_norm(residual[start:end], delta, next_norm, work.normed[start:end], self._eps)
+                fused.add_rms_norm(residual[start:end], *delta, next_norm, work.normed[start:end], self._eps)
                 self._project(index + 1, start, end, cos, sin, work)
         return self._logits(residual, attended, sample_positions, buckets, work)
 
     def _project(self, index: int, start: int, end: int, cos: torch.Tensor, sin: torch.Tensor, work: _Buffers) -> None:
         """Compute query, key and value of the rows [start, end) from their normed states."""
         layer = self._layers[index]
-        qkv = layer.qkv(work.normed[start:end])
+        qkv = layer.qkv.rows(work.normed[start:end])
         query, key, value = work.query[start:end], work.key[start:end], work.value[start:end]
-        fused.rotate(qkv, cos[start:end], sin[start:end], layer.head_norms, query, key, value, self._eps)
+        fused.rotate(*qkv, cos[start:end], sin[start:end], layer.head_norms, query, key, value, self._eps)
 
     def _mix(
         self, layer: _Layer, residual: torch.Tensor, attended: torch.Tensor, normed: torch.Tensor, activated: torch.Tensor
-    ) -> torch.Tensor:
-        """Add attention's output to the residual and return the feed-forward network's, which is still to be added."""
-        delta = layer.out(attended.flatten(1))
-        fused.add_rms_norm(residual, delta, layer.post_norm, normed, self._eps)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add attention's output to the residual; return the feed-forward network's, yet to be added, and its rows' scales."""
+        fused.add_rms_norm(residual, *layer.out.rows(attended.flatten(1)), layer.post_norm, normed, self._eps)
         activated = activated[: residual.shape[0]]
-        fused.silu_mul(layer.gate_up(normed), activated)
-        return layer.down(activated)
+        fused.silu_mul(*layer.gate_up.rows(normed), activated)
+        return layer.down.rows(activated)
 
     def _logits(
         self, residual: torch.Tensor, attended: torch.Tensor, sampled: torch.Tensor, buckets: tuple[int, ...], work: _Buffers
@@ -151,7 +159,7 @@ class FusedDecoder:
             rows = torch.cat([taken, taken.new_zeros(end - start - taken.shape[0])])  # filled up with any row
             states = residual[rows]
             delta = self._mix(layer, states, attended[rows], work.normed[: end - start], work.activated)
-            fused.add_rms_norm(states, delta, self._norm, work.normed[: end - start], self._eps)
+            fused.add_rms_norm(states, *delta, self._norm, work.normed[: end - start], self._eps)
             parts.append(self._head(work.normed[: end - start])[: taken.shape[0]])
         if not parts:
             return residual.new_empty(0, self._head.out_features)
@@ -187,19 +195,19 @@ def _bounds(sizes: list[int]) -> list[tuple[int, int]]:
     return bounds
 
 
-def _take_layer(layer: Any, window: int | None, invariant: RowInvariantProduct) -> _Layer:
+def _take_layer(layer: Any, window: int | None, product: Callable[..., Product]) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     norms = None
     if hasattr(attention, "q_norm"):
         norms = (attention.q_norm.weight.detach().float(), attention.k_norm.weight.detach().float())
     return _Layer(
         input_norm=layer.input_layernorm.weight.detach().float(),
-        qkv=RowInvariantLinear(_joined(attention.q_proj, attention.k_proj, attention.v_proj), invariant),
+        qkv=product(attention.q_proj, attention.k_proj, attention.v_proj),
         head_norms=norms,
-        out=RowInvariantLinear(attention.o_proj, invariant),
+        out=product(attention.o_proj),
         post_norm=layer.post_attention_layernorm.weight.detach().float(),
-        gate_up=RowInvariantLinear(_joined(mlp.gate_proj, mlp.up_proj), invariant),
-        down=RowInvariantLinear(mlp.down_proj, invariant),
+        gate_up=product(mlp.gate_proj, mlp.up_proj),
+        down=product(mlp.down_proj),
         window=window,
         scale=float(attention.scaling),
     )

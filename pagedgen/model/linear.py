@@ -193,6 +193,10 @@ class RowInvariantLinear(nn.Module):
         """Return the row buckets that agree at the current number of threads; maybe none."""
         return self._invariant.buckets(self._kind, self._shape, self._dtype, has_bias=self.bias is not None)
 
+    def rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the product (T, out_features) of x (T, in_features); None: its rows are not to be scaled (see `int8.py`)."""
+        return self(x), None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._invariant(self._kind, x, self._operand[0], self._shape, self.bias)
 
