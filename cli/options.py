@@ -108,6 +108,13 @@ KvCacheDtype = Annotated[
         rich_help_panel=RUNTIME,
     ),
 ]
+Quantization = Annotated[
+    str,
+    typer.Option(
+        help="none, or int8 (on CPU): linear maps with 8-bit weights and inputs; faster, with slightly other answers.",
+        rich_help_panel=MODEL,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(help="Longest prompt plus completion, in tokens. (default: the model's)", rich_help_panel=MODEL),

@@ -133,6 +133,7 @@ def run(
     allow_pickle: opt.AllowPickle = False,
     dtype: opt.Dtype = "auto",
     kv_cache_dtype: opt.KvCacheDtype = "auto",
+    quantization: opt.Quantization = "none",
     max_model_len: opt.MaxModelLen = None,
     device: opt.Device = "auto",
     backend: Annotated[
@@ -239,6 +240,7 @@ def run(
             allow_pickle=allow_pickle,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
+            quantization=quantization,
             device=device,
             backend=backend,
             block_size=opt.parse_block_size(block_size),

@@ -15,6 +15,7 @@ ON_ERROR = ("continue", "stop")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8")  # auto: the model's
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = ("none", "int8")
 BACKENDS = ("auto", "reference", "cpu", "gpu")
 SORTS = ("prefix", "length", "none")
 
@@ -33,6 +34,7 @@ class EngineConfig:
     allow_pickle: bool = False
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str = "none"
     device: str = "auto"
     backend: str = "auto"
     block_size: int | None = None
@@ -56,6 +58,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _choice("--dtype", self.dtype, DTYPES)
         _choice("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _choice("--quantization", self.quantization, QUANTIZATIONS)
         _choice("--device", self.device, DEVICES)
         _choice("--backend", self.backend, BACKENDS)
         _choice("--sort", self.sort, SORTS)
@@ -103,6 +106,8 @@ class EngineConfig:
                 f"--max-model-len {self.max_model_len} is too long for the model: at most {max_model_len}, {limited_by}"
             )
         on_gpu = device == "cuda"
+        if on_gpu and self.quantization != "none":
+            raise UsageError(f"--quantization {self.quantization} runs on --device cpu only")
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 128)
         budget = self.max_num_batched_tokens
         if budget is None:

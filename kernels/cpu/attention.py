@@ -13,6 +13,7 @@ import torch
 from ..api import SharedPrefixes
 from ..reference import copy_blocks as copy_blocks
 from . import load_kernels
+from .fused import TAGS
 
 KEY_TRANSPOSED = True
 
@@ -21,14 +22,7 @@ _ROWS_PER_ITEM = 32
 # Where rows share blocks, items are the larger the more blocks are read once; so many are left that threads end together.
 _ITEMS_PER_THREAD = 2
 
-_F32 = np.empty(0, np.float32)
-_INT8 = np.empty(0, np.int8)
-_TAGS = {
-    torch.float32: _F32,
-    torch.bfloat16: np.empty(0, np.uint16),
-    torch.float16: np.empty(0, np.int16),
-    torch.int8: _INT8,
-}
+_F32, _INT8 = TAGS[torch.float32], TAGS[torch.int8]
 
 
 def _byte_strides(tensor: torch.Tensor, *dims: int) -> tuple[int, ...]:
@@ -74,9 +68,9 @@ def write_kv(
     shape = (slot_mapping.numpy(), key.shape[1], key.shape[2], key_cache.shape[2], num_threads)
     if quantizes:
         scales = (_scale_strides(key_cache, key_scales), _scale_strides(value_cache, value_scales))
-        kernels.store_kv_int8(*sources, *caches, *scales, *shape, _TAGS[key.dtype], _INT8, _F32)
+        kernels.store_kv_int8(*sources, *caches, *scales, *shape, TAGS[key.dtype], _INT8, _F32)
     else:
-        kernels.store_kv(*sources, *caches, *shape, _TAGS[key_cache.dtype])
+        kernels.store_kv(*sources, *caches, *shape, TAGS[key_cache.dtype])
 
 
 def paged_prefill(
@@ -139,8 +133,8 @@ def paged_prefill(
         sliding_window or 0,
         np.float32(softcap or 0.0),
         num_threads,
-        _TAGS[query.dtype],
-        _TAGS[key_cache.dtype],
+        TAGS[query.dtype],
+        TAGS[key_cache.dtype],
         _F32,
     )
 

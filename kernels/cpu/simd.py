@@ -143,6 +143,21 @@ def store(typingctx, address, value, tag):
 
 
 @intrinsic
+def store_unsigned(typingctx, address, value):
+    """Round lanes from -127 to 127 to the nearest integer (ties to even) and store them as bytes, 128 standing for 0."""
+
+    def codegen(context, builder, signature, args):
+        width = args[1].type.count
+        rounded = _call(builder, f"llvm.nearbyint.v{width}f32", args[1].type, [args[1]])
+        whole = builder.add(builder.fptosi(rounded, ir.VectorType(_I32, width)), _ints(width, 128))
+        byte_t = ir.VectorType(ir.IntType(8), width)
+        builder.store(builder.trunc(whole, byte_t), builder.inttoptr(args[0], byte_t.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.int64, value), codegen
+
+
+@intrinsic
 def copy_element(typingctx, destination, source, tag):
     """Copy one stored element between two addresses, bit for bit."""
     bits = ir.IntType(8 * ITEM_BYTES[dtype_name(tag)])

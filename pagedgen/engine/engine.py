@@ -43,12 +43,13 @@ class Engine:
         assert config.threads
         set_threads(config.threads, config.backend)
         with self.stats.timed("load"), _out_of_memory_is_told("the weights"):
-            model, row_buckets = loader.load_model(
+            model = loader.load_model(
                 opened.files,
                 opened.hf_config,
-                spec.dtype,
+                spec,
                 config.device,
                 row_invariant=config.device == "cpu",
+                fused=config.backend == "cpu",
             )
         self.runner = ModelRunner(
             model,
@@ -57,7 +58,6 @@ class Engine:
             backend=config.backend,
             block_size=config.block_size,
             max_model_len=config.max_model_len,
-            row_buckets=row_buckets,
         )
         self._sampler = Sampler(opened.num_token_ids)
         self._round_trip_s: dict[Tier, float] = {}  # measured when a tier is first asked for

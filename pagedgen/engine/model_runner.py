@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.api import SharedPrefixes, load_backend
 from ..model.attention import AttentionStep
-from ..model.linear import MeasuredBuckets, split_rows
+from ..model.forward import Forward
 from ..model.spec import ModelSpec
 from ..request import Request, Sequence
 from ..sampling_params import SamplingParams
@@ -30,14 +30,13 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Forward,
         spec: ModelSpec,
         *,
         device: str,
         backend: str,
         block_size: int,
         max_model_len: int,
-        row_buckets: MeasuredBuckets,
     ):
         self._model = model
         self._spec = spec
@@ -46,8 +45,6 @@ class ModelRunner:
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._checked_layers: set[int] = set()
-        self._row_buckets = row_buckets
-        self._common_buckets: tuple[int, ...] = ()
         self._cache: KVCache | None = None
         self._store: BlockStore | None = None
         self.prefill_s_per_token = 0.0  # measured by warm_up
@@ -99,11 +96,6 @@ class ModelRunner:
         and gathered there instead of copying every row's table.
         """
         assert self._cache is not None, "no KV pool allocated"
-        live = batch.num_tokens
-        padded = self._padded_rows(live)
-        ids = np.zeros(padded, dtype=np.int64)
-        positions = np.zeros(padded, dtype=np.int64)
-        ids[:live], positions[:live] = batch.input_ids, batch.positions
         decodes = batch.num_decodes
         block_tables = self._block_tables(batch, tables)
         seq_lens = self._to_device(batch.seq_lens_kv)
@@ -111,7 +103,7 @@ class ModelRunner:
         step = AttentionStep(
             backend=self._backend,
             cache_layers=self._cache.layers,
-            num_tokens=live,
+            num_tokens=batch.num_tokens,
             num_decodes=decodes,
             slot_mapping=self._to_device(batch.slot_mapping),
             decode_block_tables=block_tables[:decodes],
@@ -125,14 +117,12 @@ class ModelRunner:
             checked_layers=self._checked_layers,
         )
         with torch.inference_mode():
-            output = self._model(
-                input_ids=self._to_device(ids)[None],
-                position_ids=self._to_device(positions)[None],
-                use_cache=False,
-                logits_to_keep=self._to_device(batch.sample_positions),
-                paged_step=step,
+            return self._model(
+                self._to_device(batch.input_ids),
+                self._to_device(batch.positions),
+                self._to_device(batch.sample_positions),
+                step,
             )
-        return output.logits[0]
 
     def warm_up(self, *, max_num_batched_tokens: int, max_num_seqs: int, sample: Callable[[torch.Tensor], object]) -> int:
         """Run the largest batches once, in a pool of their own; return the peak of memory they took, in bytes.
@@ -152,7 +142,6 @@ class ModelRunner:
         ]
         for batch in batches:  # compiles and measures; those costs are not the step's
             sample(self.run(batch))
-        self._common_buckets = self._find_common_buckets()
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -185,16 +174,6 @@ class ModelRunner:
         self._store = self._cache = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _padded_rows(self, num_tokens: int) -> int:
-        """Return the rows to run so that every GEMM of the step hits an agreeing row bucket without copying."""
-        if not self._common_buckets:
-            return num_tokens
-        return sum(split_rows(num_tokens, self._common_buckets))
-
-    def _find_common_buckets(self) -> tuple[int, ...]:
-        measured = [set(b) for b in self._row_buckets.values() if b]
-        return tuple(sorted(set.intersection(*measured))) if measured else ()
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

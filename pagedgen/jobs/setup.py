@@ -166,6 +166,19 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def _quantization(name: str) -> str:
+    """Return a quantization as a manifest tells it: how fine int8 weights are depends on the processor."""
+    if name != "int8":
+        return name
+    from ..model.int8 import weight_levels
+
+    return f"int8 with weights to {weight_levels()}"
+
+
+# Of the engine's settings, those that shape results.
+_ENGINE_SETTINGS = ("dtype", "kv_cache_dtype", "device", "backend", "block_size", "max_model_len", "seed")
+
+
 def _manifest(job: Job) -> dict[str, Any]:
     """Return everything that shapes the job's results, and nothing else."""
     config, opened = job.config, job.opened
@@ -175,8 +188,8 @@ def _manifest(job: Job) -> dict[str, Any]:
         "versions": _versions(engine.device),
         "model": _model_identity(opened),
         "engine": {
-            name: getattr(engine, name)
-            for name in ("dtype", "kv_cache_dtype", "device", "backend", "block_size", "max_model_len", "seed")
+            **{name: getattr(engine, name) for name in _ENGINE_SETTINGS},
+            "quantization": _quantization(engine.quantization),
         },
         "gpu": device_name(engine.device),
         "sampling": asdict(config.sampling),

@@ -9,7 +9,7 @@ bucket is used only when its rows have the bits of the canonical call, 64 rows o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -19,8 +19,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-ROW_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+ROW_BUCKETS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512)
 CANONICAL_ROWS = 64
+# What one more call costs, in rows: it reads all weights again.
+_CALL_ROWS = 16
 
 # (kind, weight shape, dtype, has bias, number of threads) -> row buckets that agree with the canonical call
 MeasuredBuckets = dict[Any, tuple[int, ...]]
@@ -92,14 +94,25 @@ def _measured_once(
     return agreeing_buckets(kind, *shape, dtype, has_bias=has_bias)
 
 
-def split_rows(num_rows: int, buckets: tuple[int, ...]) -> list[int]:
-    """Cut `num_rows` into bucket sizes, the last one possibly larger than what is left."""
-    sizes = []
-    while num_rows > 0:
-        fitting = [b for b in buckets if b >= num_rows]
-        sizes.append(fitting[0] if fitting else buckets[-1])
-        num_rows -= sizes[-1]
-    return sizes
+@lru_cache(maxsize=4096)
+def split_rows(num_rows: int, buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """Cut `num_rows` into bucket sizes, the last one possibly larger than what is left: as few rows and calls as can be.
+
+    Whole calls of the largest size first; what is left is covered by the one or two sizes that cost least.
+    """
+    full, rest = divmod(num_rows, buckets[-1])
+    whole = (buckets[-1],) * full
+    if not rest:
+        return whole
+    one = min(b for b in buckets if b >= rest)
+    two = [(first, min(b for b in buckets if b >= rest - first)) for first in buckets if first < rest]
+    return whole + min([(one,), *two], key=lambda sizes: sum(sizes) + _CALL_ROWS * len(sizes))
+
+
+def common_buckets(measured: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the row buckets that suit all products which have any; the canonical one where none does."""
+    sets = [set(buckets) for buckets in measured if buckets]
+    return tuple(sorted(set.intersection(*sets))) if sets and set.intersection(*sets) else (CANONICAL_ROWS,)
 
 
 class RowInvariantProduct:
@@ -120,16 +133,20 @@ class RowInvariantProduct:
         rows = x.reshape(-1, shape[1])
         if not rows.is_contiguous():
             rows = rows.contiguous()
-        key = (kind, shape, x.dtype, bias is not None, torch.get_num_threads())
-        buckets = self.measured.get(key)
-        if buckets is None:
-            buckets = self.measured[key] = _measured_once(*key)
+        buckets = self.buckets(kind, shape, x.dtype, has_bias=bias is not None)
         if buckets:
             out = _in_buckets(kind, rows, operand, shape[0], bias, buckets)
         else:  # no size agrees on this many threads: run as the canonical call does
             with _threads(1):
                 out = _in_buckets(kind, rows, operand, shape[0], bias, (CANONICAL_ROWS,))
         return out.reshape(*x.shape[:-1], shape[0])
+
+    def buckets(self, kind: ProductKind, shape: tuple[int, int], dtype: torch.dtype, *, has_bias: bool) -> tuple[int, ...]:
+        """Return the agreeing row buckets of a product at the current number of threads, measuring them the first time."""
+        key = (kind, shape, dtype, has_bias, torch.get_num_threads())
+        if key not in self.measured:
+            self.measured[key] = _measured_once(*key)
+        return self.measured[key]
 
 
 def _in_buckets(
@@ -167,9 +184,18 @@ class RowInvariantLinear(nn.Module):
         self._invariant = invariant
         self.bias = linear.bias
         weight = linear.weight.detach()
+        self._dtype = weight.dtype
         self._kind = PACKED if _can_prepack(weight.dtype) else PLAIN
         # Not registered as a parameter: an opaque oneDNN layout has no strides that nn.Module could handle.
         self._operand = (self._kind.prepare(weight),)
+
+    def buckets(self) -> tuple[int, ...]:
+        """Return the row buckets that agree at the current number of threads; maybe none."""
+        return self._invariant.buckets(self._kind, self._shape, self._dtype, has_bias=self.bias is not None)
+
+    def rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the product (T, out_features) of x (T, in_features); None: its rows are not to be scaled (see `int8.py`)."""
+        return self(x), None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._invariant(self._kind, x, self._operand[0], self._shape, self.bias)
@@ -222,9 +248,9 @@ _TRANSPOSED = ProductKind(
 
 
 def make_row_invariant(model: nn.Module) -> MeasuredBuckets:
-    """Replace every `nn.Linear` and wrap every other module that owns weight matrices.
+    """Replace every `nn.Linear` of a model and wrap every other module that owns weight matrices.
 
-    Returns the dict in which the buckets of each shape appear once it has been run.
+    Returns the dict in which the buckets of each shape appear once the model has been run.
     """
     invariant = RowInvariantProduct()
     for module in list(model.modules()):

@@ -19,7 +19,10 @@ import torch
 
 from ..errors import ModelError, PagedgenError
 from . import attention, demo
-from .linear import MeasuredBuckets, make_row_invariant
+from .decoder import FusedDecoder, can_fuse
+from .forward import Forward, ModuleForward
+from .int8 import replace_linears, weight_levels
+from .linear import make_row_invariant
 from .spec import DTYPE_BYTES, ModelSpec
 
 T = TypeVar("T")
@@ -238,16 +241,18 @@ def _context_limit(files: ModelFiles, text_config: Any, probe: _Probe) -> tuple[
     return min(limits)
 
 
-def inspect_model(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+def inspect_model(
+    files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[int, ...], quantization: str = "none"
+) -> ModelSpec:
     """Return a model's shapes and sizes from its config alone, by building it and running it once without weights.
 
     Raises:
         ModelError: a family, layer kind or attention option that can't run; the message names it.
     """
-    return _told(files, "config", lambda: _inspect(files, config, dtype, eos_token_ids))
+    return _told(files, "config", lambda: _inspect(files, config, dtype, eos_token_ids, quantization))
 
 
-def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[int, ...], quantization: str) -> ModelSpec:
     _check_family(files, config)
     text = config.get_text_config()
     if text.num_hidden_layers < 1:
@@ -272,10 +277,10 @@ def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[in
             "(heads, KV heads, key and value dimension); one shape for all layers is needed"
         )
     max_model_len, limited_by = _context_limit(files, text, probe)
-    tied = {id(p): p for p in model.parameters()}
     embeddings: Any = model
     head = embeddings.get_output_embeddings()
     tied_head = head is not None and head.weight is embeddings.get_input_embeddings().weight
+    weights_bytes, head_bytes = _weights_bytes(model, head, dtype, quantization)
     return ModelSpec(
         model_type=config.model_type,
         dtype=dtype,
@@ -289,10 +294,26 @@ def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[in
         vocab_size=text.vocab_size,
         max_model_len=max_model_len,
         max_model_len_limited_by=limited_by,
-        weights_bytes=sum(p.numel() for p in tied.values()) * DTYPE_BYTES[dtype],
-        tied_head_bytes=text.vocab_size * text.hidden_size * DTYPE_BYTES[dtype] if tied_head else 0,
+        weights_bytes=weights_bytes,
+        tied_head_bytes=head_bytes if tied_head else 0,
         eos_token_ids=eos_token_ids,
+        quantization=quantization,
     )
+
+
+def _weights_bytes(model: Any, head: Any, dtype: str, quantization: str) -> tuple[int, int]:
+    """Return the bytes of all weights, tied ones counted once, and of the output head as it is run."""
+    sizes = {id(p): p.numel() * DTYPE_BYTES[dtype] for p in model.parameters()}
+    head_bytes = 0 if head is None else sizes[id(head.weight)]
+    if quantization == "int8":
+        embedding = model.get_input_embeddings().weight
+        for module in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
+            packed = module.weight.numel() + 4 * module.out_features
+            if module is head:
+                head_bytes = packed
+            if module.weight is not embedding:  # a tied head's weight stays beside its packed copy
+                sizes[id(module.weight)] = packed
+    return sum(sizes.values()), head_bytes
 
 
 def _probe(files: ModelFiles, config: Any, dtype: str) -> tuple[torch.nn.Module, _Probe]:
@@ -349,12 +370,11 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def load_model(
-    files: ModelFiles, config: Any, dtype: str, device: str, *, row_invariant: bool
-) -> tuple[torch.nn.Module, MeasuredBuckets]:
-    """Load the weights; return the model with paged attention, in inference mode on its device, and its GEMMs' row buckets.
+def load_model(files: ModelFiles, config: Any, spec: ModelSpec, device: str, *, row_invariant: bool, fused: bool) -> Forward:
+    """Load the weights; return the model's forward pass with paged attention on its device.
 
-    With `row_invariant` every GEMM runs in agreeing row buckets (see `linear.py`), measured at the first batch.
+    With `row_invariant` every product runs in agreeing row buckets (see `linear.py`). `fused`: by our own passes on CPU where
+    they know the model (see `decoder.py`), else by transformers' modules.
 
     Raises:
         ModelError: tensors are missing from the checkpoint (they would be random), or it can't be read.
@@ -370,7 +390,7 @@ def load_model(
         lambda: AutoModelForCausalLM.from_pretrained(
             files.path,
             config=config,
-            dtype=getattr(torch, dtype),
+            dtype=getattr(torch, spec.dtype),
             attn_implementation=attention.ATTENTION_NAME,
             use_safetensors=None if files.allow_pickle else True,
             output_loading_info=True,
@@ -389,4 +409,10 @@ def load_model(
         model.set_experts_implementation("eager")
     model.eval().requires_grad_(False)
     model.to(device)
-    return model, make_row_invariant(model) if row_invariant else {}
+    if spec.quantization == "int8" and not weight_levels():
+        raise ModelError("--quantization int8: torch has no 8-bit products for this processor")
+    if fused and can_fuse(model):
+        return FusedDecoder(model, spec.quantization)
+    if spec.quantization == "int8":
+        replace_linears(model)
+    return ModuleForward(model, make_row_invariant(model) if row_invariant else {})

@@ -28,6 +28,7 @@ class ModelSpec:
     weights_bytes: int  # tied weights counted once
     tied_head_bytes: int  # of an output head that shares the embedding's weight: on CPU it is packed into a copy
     eos_token_ids: tuple[int, ...]
+    quantization: str = "none"  # of the weights of linear maps
 
     @property
     def bytes_per_token(self) -> int:

@@ -71,4 +71,3 @@ def test_warm_up_measures_and_gives_its_pool_back(tiny_model, engine_run):
     run = engine_run(tiny_model("llama"))
     assert run.engine.runner._cache is None
     assert run.engine._activation_peak_bytes >= 0
-    assert run.engine.runner._common_buckets

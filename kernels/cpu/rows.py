@@ -1,0 +1,168 @@
+"""The compiled kernels between a decoder layer's products: residual + RMSNorm, rotary embedding, gated activation.
+
+Products of int8 weights come as fp32 whose rows are still to be multiplied by a scale each, which the pass after them does.
+Each makes one pass over its rows. A row's sums run over its own elements in a fixed order, and rows are cut evenly into one
+range a thread, so a row's bits depend on nothing but the row. Arithmetic is fp32; a result is rounded once, when it is stored.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from ..disk_cache import locked
+from .simd import hmax, hsum, load, splat, store, store_unsigned, vadd, vdiv, vexp, vmax, vmul, vsub
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _row_scale(scales, row):
+    """A row's scale; 1 where there are none."""
+    return scales[row] if scales.shape[0] > 0 else np.float32(1)
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _inverse_rms(row, width, eps, tag, f32):
+    """1 / sqrt(mean of squares + eps) of `width` elements, a multiple of 4."""
+    if width % 16:
+        total4 = splat(np.float32(0), 4)
+        for c in range(width // 4):
+            v4 = load(row + c * 4 * tag.itemsize, tag, 4)
+            total4 = vadd(total4, vmul(v4, v4))
+        return np.float32(1) / np.sqrt(hsum(total4) / np.float32(width) + eps)
+    total = splat(np.float32(0), 16)
+    for c in range(width // 16):
+        v = load(row + c * 16 * tag.itemsize, tag, 16)
+        total = vadd(total, vmul(v, v))
+    return np.float32(1) / np.sqrt(hsum(total) / np.float32(width) + eps)
+
+
+@locked
+@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+def add_rms_norm(residual, delta, scales, weight, out, num_rows, width, eps, num_threads, delta_tag, tag, f32):
+    """residual += delta * scale of the row (unless delta's address is 0); out = residual / rms(residual) * weight.
+
+    residual (rows, width) fp32, delta (rows, width) of its tag's dtype, out (rows, width) of the other tag's, weight (width,)
+    fp32: addresses of contiguous rows. scales (rows,) fp32 or empty. `width` is a multiple of 16.
+    """
+    for thread in prange(num_threads):
+        for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+            x, d, o = residual + r * width * 4, delta + r * width * delta_tag.itemsize, out + r * width * tag.itemsize
+            if delta != 0:
+                scale = splat(_row_scale(scales, r), 16)
+                for c in range(width // 16):
+                    added = vmul(load(d + c * 16 * delta_tag.itemsize, delta_tag, 16), scale)
+                    store(x + c * 64, vadd(load(x + c * 64, f32, 16), added), f32)
+            factor = splat(_inverse_rms(x, width, eps, f32, f32), 16)
+            for c in range(width // 16):
+                v = vmul(vmul(load(x + c * 64, f32, 16), factor), load(weight + c * 64, f32, 16))
+                store(o + c * 16 * tag.itemsize, v, tag)
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _rotate_head(source, target, row_scale, cos, sin, weight, head_dim, eps, source_tag, tag, f32):
+    """Rotate one head's halves against each other, after its own RMSNorm where `weight` is not 0."""
+    half = head_dim // 2
+    factor = row_scale
+    if weight != 0:  # of the scaled head: the scale's square stands beside the mean, so eps is what is scaled back
+        factor = _inverse_rms(source, head_dim, eps / (row_scale * row_scale), source_tag, f32)
+    scale = splat(factor, 4)
+    for c in range(0, half, 4):
+        a = vmul(load(source + c * source_tag.itemsize, source_tag, 4), scale)
+        b = vmul(load(source + (half + c) * source_tag.itemsize, source_tag, 4), scale)
+        if weight != 0:
+            a = vmul(a, load(weight + c * 4, f32, 4))
+            b = vmul(b, load(weight + (half + c) * 4, f32, 4))
+        first = vsub(vmul(a, load(cos + c * 4, f32, 4)), vmul(b, load(sin + c * 4, f32, 4)))
+        second = vadd(vmul(b, load(cos + (half + c) * 4, f32, 4)), vmul(a, load(sin + (half + c) * 4, f32, 4)))
+        store(target + c * tag.itemsize, first, tag)
+        store(target + (half + c) * tag.itemsize, second, tag)
+
+
+@locked
+@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+def rotate(
+    qkv, scales, cos, sin, q_weight, k_weight, query, key, value, num_rows, num_heads, num_kv_heads, head_dim, eps, num_threads,
+    qkv_tag, tag, f32,
+):  # fmt: skip
+    """Split rows of fused projections: rotated queries and keys, and values.
+
+    qkv (rows, (H + 2 Hkv) * D) of its tag's dtype; query (rows, H * D), key and value (rows, Hkv * D) of the other tag's; cos,
+    sin (rows, D) fp32; q_weight, k_weight (D,) fp32 of the heads' RMSNorm, or 0 for none: addresses of contiguous rows. scales
+    (rows,) fp32 of qkv's rows, or empty. D is a multiple of 8.
+    """
+    head, qkv_head = head_dim * tag.itemsize, head_dim * qkv_tag.itemsize
+    for thread in prange(num_threads):
+        for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+            source = qkv + r * (num_heads + 2 * num_kv_heads) * qkv_head
+            at_cos, at_sin, scale = cos + r * head_dim * 4, sin + r * head_dim * 4, _row_scale(scales, r)
+            for h in range(num_heads):
+                at, target = source + h * qkv_head, query + (r * num_heads + h) * head
+                _rotate_head(at, target, scale, at_cos, at_sin, q_weight, head_dim, eps, qkv_tag, tag, f32)
+            for h in range(num_kv_heads):
+                at, target = source + (num_heads + h) * qkv_head, key + (r * num_kv_heads + h) * head
+                _rotate_head(at, target, scale, at_cos, at_sin, k_weight, head_dim, eps, qkv_tag, tag, f32)
+                at += num_kv_heads * qkv_head
+                target = value + (r * num_kv_heads + h) * head
+                for c in range(0, head_dim, 4):
+                    v = vmul(load(at + c * qkv_tag.itemsize, qkv_tag, 4), splat(scale, 4))
+                    store(target + c * tag.itemsize, v, tag)
+
+
+@locked
+@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+def silu_mul(gate_up, scales, out, num_rows, width, num_threads, gate_up_tag, tag):
+    """out = silu(gate) * up. gate_up (rows, 2 * width), out (rows, width): addresses; `width` is a multiple of 16.
+
+    scales (rows,) fp32 of gate_up's rows, or empty.
+    """
+    one, zero = splat(np.float32(1), 16), splat(np.float32(0), 16)
+    for thread in prange(num_threads):
+        for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+            gate, o = gate_up + 2 * r * width * gate_up_tag.itemsize, out + r * width * tag.itemsize
+            scale = splat(_row_scale(scales, r), 16)
+            for c in range(0, width, 16):
+                g = vmul(load(gate + c * gate_up_tag.itemsize, gate_up_tag, 16), scale)
+                u = vmul(load(gate + (width + c) * gate_up_tag.itemsize, gate_up_tag, 16), scale)
+                store(o + c * tag.itemsize, vmul(vdiv(g, vadd(one, vexp(vsub(zero, g)))), u), tag)
+
+
+def _make_quantize_row(lanes):
+    """Build the quantization of one row by vectors of `lanes` (a compile-time constant)."""
+
+    def quantize_row(source, target, width, tag):
+        """Write the row's bytes and return its scale."""
+        zero = splat(np.float32(0), lanes)
+        largest, poison = zero, zero
+        for c in range(0, width, lanes):
+            v = load(source + c * tag.itemsize, tag, lanes)
+            largest = vmax(largest, vmax(v, vsub(zero, v)))
+            poison = vadd(poison, vsub(v, v))  # NaN if any element is NaN or infinite
+        top = hmax(largest)
+        factor = splat(np.float32(127) / top if top > np.float32(1e-30) else np.float32(0), lanes)
+        for c in range(0, width, lanes):
+            store_unsigned(target + c, vmul(load(source + c * tag.itemsize, tag, lanes), factor))
+        return top / np.float32(127) + hsum(poison)
+
+    quantize_row.__qualname__ = f"quantize_row_{lanes}"  # see kernels.py: numba names compiled code by it
+    return njit(boundscheck=False, error_model="numpy")(quantize_row)
+
+
+_quantize_row_16 = _make_quantize_row(16)
+_quantize_row_4 = _make_quantize_row(4)
+
+
+@locked
+@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+def quantize(x, out, scales, num_rows, width, num_threads, tag):
+    """Round each row to 255 levels: x = (out - 128) * scale, the row's largest magnitude at 127.
+
+    x (rows, width) of the tag's dtype, out (rows, width) uint8: addresses; scales (rows,) fp32 is written. A row that holds a
+    NaN or an infinity has a NaN for its scale, and any bytes. `width` is a multiple of 4.
+    """
+    for thread in prange(num_threads):
+        for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+            source, target = x + r * width * tag.itemsize, out + r * width
+            if width % 16:
+                scales[r] = _quantize_row_4(source, target, width, tag)
+            else:
+                scales[r] = _quantize_row_16(source, target, width, tag)

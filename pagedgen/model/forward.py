@@ -1,0 +1,54 @@
+"""A model as the runner sees it: one packed batch in, the logits of the rows that are sampled out."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from .attention import AttentionStep
+from .linear import MeasuredBuckets, common_buckets, split_rows
+
+
+class Forward(Protocol):
+    """Runs a packed batch. Makes K and V of its tokens known to the pool through `attention.attend`."""
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, sample_positions: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        """Return logits (num_sampled, vocab) of `sample_positions` among tokens `input_ids` (T,) at `positions` (T,)."""
+
+
+class ModuleForward:
+    """The forward pass by transformers' own modules, with our attention in each layer.
+
+    `row_buckets` fills while products are measured (see `linear.make_row_invariant`); empty where rows needn't be invariant.
+    """
+
+    def __init__(self, model: nn.Module, row_buckets: MeasuredBuckets):
+        self._model = model
+        self._row_buckets = row_buckets
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, sample_positions: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        """See `Forward.__call__`."""
+        live = input_ids.shape[0]
+        padded = self._padded_rows(live)
+        if padded > live:
+            input_ids, positions = (nn.functional.pad(t, (0, padded - live)) for t in (input_ids, positions))
+        output = self._model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=sample_positions,
+            paged_step=step,
+        )
+        return output.logits[0]
+
+    def _padded_rows(self, num_tokens: int) -> int:
+        """Return the rows to run so that every product of the step hits an agreeing row bucket without copying."""
+        if not self._row_buckets:
+            return num_tokens
+        return sum(split_rows(num_tokens, common_buckets(self._row_buckets.values())))

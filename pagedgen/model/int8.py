@@ -1,0 +1,92 @@
+"""Products of 8-bit integers on CPU (`--quantization int8`): a scale a weight channel, a scale a row, exact sums.
+
+A weight is quantized once, a row when it comes (`kernels.cpu.fused.quantize`), each by its own largest magnitude, so a row's
+result depends on no other row: the sums are whole numbers, exact in any order. Without VNNI a processor adds pairs of products
+in 16 bits, which hold them only if weights have 7 bits: how many levels are exact is measured, not looked up.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from ..kernels.cpu import fused
+from .linear import ROW_BUCKETS
+
+# oneDNN makes a kernel for every number of rows it meets: they are kept few.
+_ROWS_STEP = 16
+
+
+def _product(rows: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor) -> torch.Tensor:
+    """Return (rows - 128) @ weight^T * scales in fp32. rows (M, in_features) uint8."""
+    return torch.ops.onednn.qlinear_pointwise(
+        rows, 1.0, 128, packed, scales, zero_points, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+
+
+@lru_cache
+def weight_levels() -> int:
+    """Return the largest weight whose products with any row are exact on this machine: 127, 63, or 0 where nothing is."""
+    size = 64
+    for levels in (127, 63):
+        weight = torch.full((size, size), levels, dtype=torch.int8)
+        weight[::2] = -levels
+        rows = torch.full((size, size), 255, dtype=torch.uint8)
+        try:
+            packed = torch.ops.onednn.qlinear_prepack(weight, [size, size])
+            got = _product(rows, packed, torch.ones(size), torch.zeros(size, dtype=torch.int64))
+        except (AttributeError, RuntimeError):
+            return 0
+        if torch.equal(got, (rows.float() - 128) @ weight.float().t()):
+            return levels
+    return 0
+
+
+class Int8Linear(nn.Module):
+    """A drop-in for `nn.Linear` at inference with an int8 weight; `in_features` is a multiple of 4."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        weight = linear.weight.detach().float()
+        levels = weight_levels()
+        scales = weight.abs().amax(dim=1) / levels
+        quantized = torch.round(weight / scales.clamp_min(1e-30)[:, None]).to(torch.int8)
+        # Not buffers: an opaque oneDNN layout has no strides that nn.Module could handle.
+        self._operands = (
+            torch.ops.onednn.qlinear_prepack(quantized, [max(ROW_BUCKETS), self.in_features]),
+            scales,
+            torch.zeros(self.out_features, dtype=torch.int64),
+        )
+
+    def buckets(self) -> tuple[int, ...]:
+        """Return the numbers of rows to call with: all agree, these are few."""
+        return ROW_BUCKETS
+
+    def rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the product (T, out_features) fp32 of x (T, in_features), and scales (T,) its rows are to be multiplied by."""
+        quantized, scales = fused.quantize(x)
+        product = _product(quantized, *self._operands)
+        if self.bias is None:
+            return product, scales
+        return torch.addcmul(self.bias.float(), product, scales[:, None]), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        count = rows.shape[0]
+        padded = nn.functional.pad(rows, (0, 0, 0, -count % _ROWS_STEP))
+        product, scales = self.rows(padded)
+        if scales is not None:
+            product.mul_(scales[:, None])
+        return product[:count].to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+
+def replace_linears(model: nn.Module) -> None:
+    """Quantize every `nn.Linear` of a model; other weights (embeddings, experts, routers that are no `nn.Linear`) stay."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child.in_features % 4 == 0:
+                setattr(module, name, Int8Linear(child))

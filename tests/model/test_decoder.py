@@ -1,0 +1,89 @@
+"""The fused decoder against transformers' modules: which models it takes, and the same logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from recorder import recorded
+
+from pagedgen.model.decoder import FusedDecoder, can_fuse
+from pagedgen.model.forward import ModuleForward
+from pagedgen.sampling_params import SamplingParams
+
+FUSED = ["llama", "llama_mqa", "qwen2", "qwen3", "mistral_window"]
+NOT_FUSED = ["llama_odd_head_dim", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe", "gpt2"]
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+def floats(seen):
+    return {key: np.frombuffer(bits, np.float32) for key, bits in seen.items()}
+
+
+@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("chunk", [512, 9])
+def test_logits_equal_those_of_the_modules(tiny_model, engine_run, make_prompts, family, chunk):
+    settings = {"block_size": 8, "max_num_batched_tokens": chunk}
+    fused = engine_run(tiny_model(family), backend="cpu", **settings)
+    plain = engine_run(tiny_model(family), backend="reference", **settings)
+    assert isinstance(fused.engine.runner._model, FusedDecoder)
+    assert isinstance(plain.engine.runner._model, ModuleForward)
+    prompts = make_prompts([1, 5, 8, 23, 40, 77])
+    got, tokens = recorded(fused, prompts, PARAMS)
+    want, same = recorded(plain, prompts, PARAMS)
+    assert tokens == same
+    got, want = floats(got), floats(want)
+    for key, logits in want.items():
+        np.testing.assert_allclose(got[key], logits, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("settings", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
+def test_biases_and_a_tied_head(tiny_model, engine_run, reference_generate, make_prompts, settings):
+    model = tiny_model("llama", **settings)
+    run = engine_run(model)
+    assert isinstance(run.engine.runner._model, FusedDecoder)
+    prompts = make_prompts([3, 17, 30])
+    assert run.answer(prompts, PARAMS) == reference_generate(model, prompts, PARAMS.max_tokens)
+
+
+@pytest.mark.parametrize("family", NOT_FUSED)
+def test_other_models_run_through_their_modules(tiny_model, family):
+    from transformers import AutoModelForCausalLM
+
+    assert not can_fuse(AutoModelForCausalLM.from_pretrained(tiny_model(family)))
+
+
+def test_a_class_that_only_has_the_name_is_not_taken(tiny_model):
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tiny_model("llama"))
+    assert can_fuse(model)
+    model.__class__ = type("LlamaForCausalLM", (LlamaForCausalLM,), {})
+    assert not can_fuse(model)
+    gelu = LlamaForCausalLM.from_pretrained(tiny_model("llama", hidden_act="gelu"))
+    assert not can_fuse(gelu)
+
+
+def test_a_step_that_samples_nothing_has_no_logits(tiny_model, engine_run):
+    """Chunks of a long prompt need none; the work space serves steps of every size."""
+    run = engine_run(tiny_model("llama"), max_num_batched_tokens=16, max_num_seqs=4)
+    shapes = []
+    forward = run.engine.runner._model
+
+    def watched(*args):
+        logits = forward(*args)
+        shapes.append(tuple(logits.shape))
+        return logits
+
+    run.engine.runner._model = watched
+    run.answer([list(range(7, 57))], PARAMS)
+    assert shapes[0] == (0, 263) and shapes[-1] == (1, 263)
+
+
+def test_weights_are_held_once(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32)
+    FusedDecoder(model)
+    left = {name for name, _ in model.named_parameters()}
+    assert left == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
