@@ -9,6 +9,7 @@ fp32 whatever the model's dtype, and rows whose logits nobody needs leave before
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +132,12 @@ class FusedDecoder:
                 fused.add_rms_norm(residual[start:end], *delta, next_norm, work.normed[start:end], self._eps)
                 self._project(index + 1, start, end, cos, sin, work)
         return self._logits(residual, attended, sample_positions, buckets, work)
+
+    def thin(self) -> FusedDecoder:
+        """See `forward.Forward.thin`: the last layer alone."""
+        other = copy(self)
+        other._layers, other._buffers = self._layers[-1:], None
+        return other
 
     def _project(self, index: int, start: int, end: int, cos: torch.Tensor, sin: torch.Tensor, work: _Buffers) -> None:
         """Compute query, key and value of the rows [start, end) from their normed states."""
