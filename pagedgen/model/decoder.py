@@ -8,7 +8,7 @@ fp32 whatever the model's dtype, and rows whose logits nobody needs leave before
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -193,7 +193,7 @@ class FusedDecoder:
         return self._buffers
 
 
-def _bounds(sizes: list[int]) -> list[tuple[int, int]]:
+def _bounds(sizes: Iterable[int]) -> list[tuple[int, int]]:
     """Return the (start, end) of consecutive chunks."""
     bounds, start = [], 0
     for size in sizes:
@@ -225,6 +225,8 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
     joined = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta")
     joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
     if any(linear.bias is not None for linear in linears):
-        biases = [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+        biases: list[torch.Tensor] = [
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
+        ]
         joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     return joined
