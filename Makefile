@@ -2,6 +2,9 @@
 
 PYTHON ?= python3.11
 BIN := .venv/bin
+# Tests side by side, each on a core of its own.
+JOBS ?= $(shell n=$$(nproc); echo $$(( n < 4 ? n : 4 )))
+PYTEST := $(BIN)/pytest -q -n $(JOBS) --dist worksteal
 SOURCES := pyproject.toml Makefile
 
 .PHONY: demo model test test-fast nightly lint bench clean
@@ -29,14 +32,14 @@ demo: model
 
 # Everything, as CI runs it: linters, types, then the whole suite.
 test: .venv/test model lint
-	$(BIN)/pytest -q --durations=15
+	$(PYTEST) --durations=15
 
 # Without the slowest sweeps over model families.
 test-fast: .venv/test
-	$(BIN)/pytest -q -m "not slow and not demo"
+	$(PYTEST) -m "not slow and not demo"
 
 nightly: .venv/test model
-	PAGEDGEN_PROFILE=nightly $(BIN)/pytest -q --durations=15
+	PAGEDGEN_PROFILE=nightly $(PYTEST) --durations=15
 
 # Types are checked on a normal install: mypy can't follow an editable one.
 lint: .venv/test

@@ -23,6 +23,8 @@ from .tiers import Address, MoveBatch, Tier
 
 # Long enough that the GPU's split decode takes all the room for partial results it ever takes.
 _LONG_CONTEXT = 32_768
+# Of the batch that is timed: enough that a token takes what it takes in larger ones.
+_FEW_TOKENS = 128
 
 
 class ModelRunner:
@@ -125,38 +127,43 @@ class ModelRunner:
             )
 
     def warm_up(self, *, max_num_batched_tokens: int, max_num_seqs: int, sample: Callable[[torch.Tensor], object]) -> int:
-        """Run the largest batches once, in a pool of their own; return the peak of memory they took, in bytes.
+        """Learn what steps take, in a pool of their own: return the peak of memory of the largest ones, in bytes.
 
-        A full step of prompts, then a step of decodes (on a GPU at a long context, which needs the most room for partial
-        results). `sample` is given each batch's logits, for the sampler's share. Also compiles the kernels and measures the
-        GEMMs' row buckets, and the time a prompt token takes. The peak is what was taken beyond what is held before and after.
+        A few rows first, which compile the kernels and measure the products' row buckets, and then the time a prompt token
+        takes. The largest steps are a full one of prompts and one of decodes (on a GPU at a long context, which needs the most
+        room for partial results); `sample` is given each one's logits, for the sampler's share. The peak is what was taken
+        beyond what was held before.
         """
+        size, limit = self._block_size, self._max_model_len
         rows = min(max_num_seqs, max_num_batched_tokens)
-        lengths = [min(len(part), self._max_model_len) for part in np.array_split(np.arange(max_num_batched_tokens), rows)]
-        self.allocate_cache(sum(-(-n // self._block_size) for n in lengths))
+        full = [min(len(part), limit) for part in np.array_split(np.arange(max_num_batched_tokens), rows)]
+        few = [min(size, limit)] * min(rows, max(1, min(_FEW_TOKENS, max_num_batched_tokens) // size))
+        self.allocate_cache(sum(-(-n // size) for n in full))
         on_gpu = self._device.type == "cuda"
-        context = min(_LONG_CONTEXT if on_gpu else self._block_size, self._max_model_len)
-        batches = [
-            _dummy_batch(lengths, self._block_size, decodes=False),
-            _dummy_batch([context] * max_num_seqs, self._block_size, decodes=True),
-        ]
-        for batch in batches:  # compiles and measures; those costs are not the step's
-            sample(self.run(batch))
+        for lengths, decodes in ((few, False), (few, True)):
+            sample(self.run(_dummy_batch(lengths, size, decodes=decodes)))
+        self.synchronize()
+        batch = _dummy_batch(few, size, decodes=False)
+        start = perf_counter()
+        self.run(batch)
+        self.synchronize()
+        self.prefill_s_per_token = (perf_counter() - start) / batch.num_tokens
+
         if on_gpu:
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         else:
+            assert self._cache is not None
+            self._cache.kv.zero_()  # memory that is first touched counts from then on; the pool's is not the step's
             before = memory.resident_bytes()
             memory.reset_peak()
-        for batch in batches:
-            start = perf_counter()
-            logits = self.run(batch)
-            self.synchronize()
-            if not batch.num_decodes:
-                self.prefill_s_per_token = (perf_counter() - start) / batch.num_tokens
-            sample(logits)
-            del logits  # not held while the next batch runs
+        context = min(_LONG_CONTEXT if on_gpu else size, limit)
+        whole, self._model = self._model, self._model.thin()
+        try:
+            for lengths, decodes in ((full, False), ([context] * max_num_seqs, True)):
+                sample(self.run(_dummy_batch(lengths, size, decodes=decodes)))
+        finally:
+            self._model = whole
         self.synchronize()
         peak = (torch.cuda.max_memory_allocated() if on_gpu else memory.peak_resident_bytes()) - before
         self.release_cache()

@@ -8,7 +8,8 @@ fp32 whatever the model's dtype, and rows whose logits nobody needs leave before
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +133,12 @@ class FusedDecoder:
                 self._project(index + 1, start, end, cos, sin, work)
         return self._logits(residual, attended, sample_positions, buckets, work)
 
+    def thin(self) -> FusedDecoder:
+        """See `forward.Forward.thin`: the last layer alone."""
+        other = copy(self)
+        other._layers, other._buffers = self._layers[-1:], None
+        return other
+
     def _project(self, index: int, start: int, end: int, cos: torch.Tensor, sin: torch.Tensor, work: _Buffers) -> None:
         """Compute query, key and value of the rows [start, end) from their normed states."""
         layer = self._layers[index]
@@ -186,7 +193,7 @@ class FusedDecoder:
         return self._buffers
 
 
-def _bounds(sizes: list[int]) -> list[tuple[int, int]]:
+def _bounds(sizes: Iterable[int]) -> list[tuple[int, int]]:
     """Return the (start, end) of consecutive chunks."""
     bounds, start = [], 0
     for size in sizes:
@@ -218,6 +225,8 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
     joined = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta")
     joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
     if any(linear.bias is not None for linear in linears):
-        biases = [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+        biases: list[torch.Tensor] = [
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
+        ]
         joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     return joined

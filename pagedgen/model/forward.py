@@ -19,6 +19,9 @@ class Forward(Protocol):
     ) -> torch.Tensor:
         """Return logits (num_sampled, vocab) of `sample_positions` among tokens `input_ids` (T,) at `positions` (T,)."""
 
+    def thin(self) -> Forward:
+        """Return a forward pass of as few layers as take the memory that all take, to learn from it how much that is."""
+
 
 class ModuleForward:
     """The forward pass by transformers' own modules, with our attention in each layer.
@@ -46,6 +49,10 @@ class ModuleForward:
             paged_step=step,
         )
         return output.logits[0]
+
+    def thin(self) -> Forward:
+        """See `Forward.thin`."""
+        return self
 
     def _padded_rows(self, num_tokens: int) -> int:
         """Return the rows to run so that every product of the step hits an agreeing row bucket without copying."""

@@ -125,7 +125,7 @@ def test_in_03_a_glob_without_a_match_can_not_be_run(tiny_model, tmp_path, mixed
         ("empty.jsonl", b""),
         ("blank.jsonl", b"\r\n \r\n\n"),
         ("bom.jsonl", b"\xef\xbb\xbf"),
-        ("packed.jsonl.gz", gzip.compress(b"")),
+        ("packed.jsonl.gz", gzip.compress(b"", mtime=0)),
         ("nothing.jsonl.gz", b""),
         ("header.csv", b"id,prompt\n"),
         ("empty.csv", b""),
