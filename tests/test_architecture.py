@@ -24,6 +24,7 @@ LEAVES = {
     "pagedgen.request",
     "pagedgen.config",
     "pagedgen.threads",
+    "pagedgen.machine",
     "pagedgen.stats",
 }
 # Who may import whom, within the package; a folder may always import itself and the leaves.
