@@ -17,7 +17,7 @@ from typing import Any
 def _cache_dir(sources: Iterable[Path]) -> Path:
     """Where compiled functions are kept: named by a hash of their sources, since numba looks at the calling file only.
 
-    `$PAGEDGEN_CACHE`, else the XDG cache (as `model.demo.cache_root`, which kernels must not import), else a temporary
+    `$PAGEDGEN_CACHE`, else the XDG cache (as `machine.cache_root`, which kernels must not import), else a temporary
     directory where neither can be written.
     """
     digest = hashlib.sha256()

@@ -24,6 +24,7 @@ LEAVES = {
     "pagedgen.request",
     "pagedgen.config",
     "pagedgen.threads",
+    "pagedgen.machine",
     "pagedgen.stats",
 }
 # Who may import whom, within the package; a folder may always import itself and the leaves.
@@ -52,7 +53,7 @@ ALLOWED = {
         "pagedgen.kernels.disk_cache",
     },
     "pagedgen.sampling": set(),
-    "pagedgen.model": {"pagedgen.kernels.api"},
+    "pagedgen.model": {"pagedgen.kernels.api", "pagedgen.kernels.cpu.fused"},
 }
 NO_TORCH = [
     f"pagedgen.engine.{m}"

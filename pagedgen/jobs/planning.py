@@ -10,10 +10,11 @@ from typing import Any
 
 from ..config import EngineConfig, JobConfig
 from ..errors import InputError, OutputError, RowError, UsageError
+from ..machine import cache_root, cpu_name
 from ..request import Request
 from ..stats import RunStats
 from .report import PlanReport, Progress
-from .setup import Job, cpu_name, device_name, estimate_plan
+from .setup import Job, device_name, estimate_plan
 
 
 class _GroupFeed:
@@ -58,7 +59,6 @@ def tuned(opened: Any, config: EngineConfig) -> Any:
 
 def _path(opened: Any) -> Any:
     from ..engine.profile import profile_path
-    from ..model.demo import cache_root
 
     return profile_path(cache_root(), opened.spec, opened.config, _machine(opened.config.device))
 

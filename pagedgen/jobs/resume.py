@@ -9,13 +9,14 @@ from typing import Any
 
 from ..config import JobConfig
 from ..errors import UsageError
+from ..machine import cpu_name
 from ..rows.manifest import differences
 from ..rows.output_path import OutputPath, check_writable
 from ..rows.parts import PartStore
 from ..rows.workspace import Workspace, finished_manifest, unfinished_manifest
 from .output import import_finished
 from .report import Progress
-from .setup import Job, cpu_name
+from .setup import Job
 
 
 def find_finished(job: Job, output: OutputPath, workspace: Workspace) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from .. import __version__
 from ..config import JobConfig
 from ..errors import InputError, UsageError
+from ..machine import cache_root
 from ..prompts.render import PromptRenderer
 from ..rows.inputs import Input, Selection
 from ..rows.manifest import MANIFEST_FORMAT, model_hashes, template_hash
@@ -156,25 +156,6 @@ def _chosen(config: JobConfig, source: Input) -> frozenset[int] | None:
     return frozenset(random.Random(config.engine.seed).sample(range(total), min(config.sample, total)))
 
 
-def cpu_name() -> str:
-    """Return the processor's name: other ones may add floats in another order."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _quantization(name: str) -> str:
-    """Return a quantization as a manifest tells it: how fine int8 weights are depends on the processor."""
-    if name != "int8":
-        return name
-    from ..model.int8 import weight_levels
-
-    return f"int8 with weights to {weight_levels()}"
-
-
 # Of the engine's settings, those that shape results.
 _ENGINE_SETTINGS = ("dtype", "kv_cache_dtype", "device", "backend", "block_size", "max_model_len", "seed")
 
@@ -189,7 +170,8 @@ def _manifest(job: Job) -> dict[str, Any]:
         "model": _model_identity(opened),
         "engine": {
             **{name: getattr(engine, name) for name in _ENGINE_SETTINGS},
-            "quantization": _quantization(engine.quantization),
+            "quantization": opened.spec.quantization,
+            "weight_levels": opened.spec.weight_levels,
         },
         "gpu": device_name(engine.device),
         "sampling": asdict(config.sampling),
@@ -226,7 +208,7 @@ def _versions(device: str) -> dict[str, str]:
 
 
 def device_name(device: str) -> str | None:
-    """Return the GPU's name: another one runs other kernels. (A CPU's is noted apart: see `cpu_name`.)"""
+    """Return the GPU's name: another one runs other kernels. (A CPU's is noted apart: see `machine.cpu_name`.)"""
     if device != "cuda":
         return None
     import torch
@@ -235,7 +217,6 @@ def device_name(device: str) -> str | None:
 
 
 def _model_identity(opened: Any) -> dict[str, Any]:
-    from ..model.demo import cache_root
 
     directory = Path(opened.files.path)
     if directory.is_dir():

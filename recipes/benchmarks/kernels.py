@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 
@@ -26,6 +25,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as pagedgen.threads.prepare
 import numba
 import torch
 from pagedgen.kernels.api import load_backend
+
+from pagedgen.machine import cpu_name
 
 
 def median_ms(call, repeats: int) -> float:
@@ -110,15 +111,6 @@ def measure(dtype: torch.dtype, args: argparse.Namespace) -> dict:
         "cpu": cpu_name(),
         "seed": 0,
     }
-
-
-def cpu_name() -> str:
-    """Return the processor's name as Linux tells it."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
 
 
 def main() -> None:

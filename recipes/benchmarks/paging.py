@@ -47,13 +47,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as pagedgen.threads.prepare
 
 import torch
 from pagedgen.recipes.benchmarks import paging_report
-from pagedgen.recipes.benchmarks.kernels import cpu_name
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from pagedgen.config import DTYPES, SORTS, EngineConfig
 from pagedgen.engine.engine import Engine
 from pagedgen.engine.opened import OpenedModel, open_model
 from pagedgen.engine.planner import RequestLengths
+from pagedgen.machine import cpu_name
 from pagedgen.sampling_params import SamplingParams
 from pagedgen.stats import RunStats
 

@@ -22,9 +22,9 @@ def prompts(tmp_path):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A place of its own for profiles; compiled kernels are found where they were."""
-    from pagedgen.model import demo
+    from pagedgen.jobs import planning
 
-    monkeypatch.setattr(demo, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(planning, "cache_root", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -69,6 +69,39 @@ def test_measuring_tells_apart_orders_of_summation_that_bf16_rounding_hides():
         torch.set_num_threads(before)
 
 
+def test_what_was_measured_is_kept(monkeypatch, tmp_path):
+    """Found again by the next process; anything else in its place is measured again; without a cache it is measured."""
+    monkeypatch.setenv("PAGEDGEN_CACHE", str(tmp_path))
+    calls = []
+
+    def measure(*args, **kwargs):
+        calls.append(args)
+        return (16, 64)
+
+    monkeypatch.setattr(module, "agreeing_buckets", measure)
+    threads = torch.get_num_threads()
+
+    def ask(kind=module.PLAIN):
+        module._measured_once.cache_clear()
+        return module._measured_once(kind, (8, 8), torch.float32, False, threads)
+
+    try:
+        assert ask() == ask() == (16, 64) and len(calls) == 1
+        (path,) = (tmp_path / "row_buckets").iterdir()
+        for spoiled in ("", "{}", "[16, 17]", "16"):
+            path.write_text(spoiled)
+            assert ask() == (16, 64)
+        assert len(calls) == 5
+        assert ask(module.PACKED) == (16, 64) and len(calls) == 6  # another product
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+        assert ask() == (16, 64) and len(calls) == 7
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("PAGEDGEN_CACHE", str(tmp_path / "file"))
+        assert ask() == ask() == (16, 64) and len(calls) == 9
+    finally:
+        module._measured_once.cache_clear()
+
+
 def test_a_product_no_bucket_agrees_on_still_has_one_answer():
     """A product that differs for every number of rows: only calls of the canonical size on one thread are made."""
     calls = []
