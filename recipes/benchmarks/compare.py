@@ -28,9 +28,11 @@ Output: tables on stderr; on stdout one JSON line for each workload and engine:
     rows_changed_by_shuffle   with --shuffled: share of rows whose tokens change when the rows come in another order, with no
                               more than three eighths of them in flight
 
-`--pagedgen-options NAME=FLAGS` adds pagedgen-NAME with these settings of `LLM`, and `--openvino-options NAME=FLAGS` an
-openvino-NAME (`--model DIR`, the scheduler's settings, and in capitals the device's properties). `--dtype auto` is each
-engine's own choice; with another one OpenVINO's K/V cache has it too, which its default may round further.
+`--pagedgen-options NAME=FLAGS` adds pagedgen-NAME with these settings of `LLM`; `--vllm-options` likewise, in capitals for
+environment variables; `--openvino-options` with `--model DIR`, the scheduler's settings and, in capitals, the device's
+properties. `--dtype auto` is each engine's own choice; with another one OpenVINO's K/V cache has it too, which its default may
+round further. On a CPU vLLM takes most of the memory for K/V unless `--kv-gib` is given, and leaves one core to its scheduler;
+`--vllm-options 'cores=--VLLM_CPU_OMP_THREADS_BIND 0-1'` adds it with threads on cores 0 and 1.
 
 Workloads that --make-workloads writes:
 
@@ -55,6 +57,7 @@ from pagedgen.engine.opened import OpenedModel, open_model
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 PRIMED = "-primed"
+WITH_OPTIONS = ("pagedgen", "vllm", "openvino")
 DEFAULT_ENGINES = ["pagedgen", "vllm", "openvino", "openvino-primed", "transformers", "transformers-continuous"]
 
 
@@ -111,8 +114,8 @@ def choose_engines(args: argparse.Namespace) -> list[contest.Engine]:
         if adapter not in contest.MODULES:
             raise SystemExit(f"no engine {name}; known are {', '.join(contest.MODULES)}, each also with {PRIMED}")
         engines.append(engine(adapter, primed=name != adapter))
-    engines += [engine("pagedgen", variant, options) for variant, options in args.pagedgen_options]
-    engines += [engine("openvino", variant, options) for variant, options in args.openvino_options]
+    for adapter in WITH_OPTIONS:
+        engines += [engine(adapter, variant, options) for variant, options in getattr(args, f"{adapter}_options")]
     return engines
 
 
@@ -163,8 +166,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("workloads", type=Path, nargs="*", metavar="WORKLOAD.jsonl")
     parser.add_argument("--engines", default=",".join(DEFAULT_ENGINES), metavar="NAME,NAME...")
     parser.add_argument("--python", type=parse_python, action="append", default=[], metavar="NAME=PATH")
-    parser.add_argument("--pagedgen-options", type=parse_options, action="append", default=[], metavar="NAME=FLAGS")
-    parser.add_argument("--openvino-options", type=parse_options, action="append", default=[], metavar="NAME=FLAGS")
+    for name in WITH_OPTIONS:
+        parser.add_argument(f"--{name}-options", type=parse_options, action="append", default=[], metavar="NAME=FLAGS")
     parser.add_argument("--openvino-model", type=Path, metavar="DIR")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--kv-gib", type=float, help="room for K/V, for all engines that can be told (default: their own)")

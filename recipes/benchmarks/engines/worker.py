@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Any
 
 START = perf_counter()
+CPU_BATCH_TOKENS = 512  # of transformers' continuous batching
 Job = dict[str, Any]
 Row = dict[str, Any]
 Answer = Callable[[list[Row]], list[list[int]]]
@@ -31,8 +32,8 @@ def open_pagedgen(job: Job) -> tuple[Answer, str]:
 
     from pagedgen import LLM, SamplingParams
 
-    limits = _given(max_num_seqs=job["max_num_seqs"], kv_cache_memory_bytes=job["kv_bytes"])
-    llm = LLM(job["model"], dtype=job["dtype"], **limits, **job["options"])
+    settings = job["options"] | _given(max_num_seqs=job["max_num_seqs"], kv_cache_memory_bytes=job["kv_bytes"])
+    llm = LLM(job["model"], **{"dtype": job["dtype"], **settings})
 
     def answer(rows: list[Row]) -> list[list[int]]:
         params = [SamplingParams(max_tokens=row["max_tokens"], ignore_eos=row["ignore_eos"]) for row in rows]
@@ -46,11 +47,16 @@ def open_pagedgen(job: Job) -> tuple[Answer, str]:
 
 
 def open_vllm(job: Job) -> tuple[Answer, str]:
-    """vLLM's `LLM` with prefix caching, on whatever device its build is for."""
+    """vLLM's `LLM` with prefix caching, on whatever device its build is for.
+
+    Options are the `LLM`'s or, in capitals, environment variables.
+    """
+    environment, settings = _split_capitals(job["options"])
+    os.environ.update({name: str(value) for name, value in environment.items()})
     import vllm
 
-    limits = _given(max_num_seqs=job["max_num_seqs"], kv_cache_memory_bytes=job["kv_bytes"])
-    llm = vllm.LLM(model=job["model"], dtype=job["dtype"], enable_prefix_caching=True, **limits, **job["options"])
+    settings |= _given(max_num_seqs=job["max_num_seqs"], kv_cache_memory_bytes=job["kv_bytes"])
+    llm = vllm.LLM(**{"model": job["model"], "dtype": job["dtype"], "enable_prefix_caching": True, **settings})
 
     def params(row: Row) -> Any:
         ends = [] if row["ignore_eos"] else job["eos_token_ids"]
@@ -75,16 +81,14 @@ def open_openvino(job: Job) -> tuple[Answer, str]:
     import openvino
     import openvino_genai as genai
 
-    options = dict(job["options"])
-    folder, device = options.pop("model"), options.pop("device", "CPU")
+    properties, settings = _split_capitals(job["options"])
+    folder, device = settings.pop("model"), settings.pop("device", "CPU")
     scheduler = genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = True
-    limits = _given(max_num_seqs=job["max_num_seqs"], cache_size=job["kv_bytes"] and -(-job["kv_bytes"] // 2**30))
-    limits |= {name: options.pop(name) for name in list(options) if not name.isupper()}
-    for name, value in limits.items():
+    settings |= _given(max_num_seqs=job["max_num_seqs"], cache_size=job["kv_bytes"] and -(-job["kv_bytes"] // 2**30))
+    for name, value in {"enable_prefix_caching": True, **settings}.items():
         setattr(scheduler, name, value)
     precision = {"float32": "f32", "bfloat16": "bf16"}.get(job["dtype"])
-    properties = _given(INFERENCE_PRECISION_HINT=precision, KV_CACHE_PRECISION=precision) | options
+    properties = _given(INFERENCE_PRECISION_HINT=precision, KV_CACHE_PRECISION=precision) | properties
     pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, device, properties)
 
     def config(row: Row) -> Any:
@@ -139,7 +143,8 @@ def open_transformers(job: Job) -> tuple[Answer, str]:
 def open_transformers_continuous(job: Job) -> tuple[Answer, str]:
     """transformers' continuous batching: what `generate_batch` does, by its manager, which takes a max_tokens for each row.
 
-    As with `generate_batch`, making the cache is part of each call.
+    As with `generate_batch`, making the cache is part of each call. Its sizes are inferred from a GPU's memory; on a CPU that
+    makes masks of many GiB, so there the cache gets the blocks that the rows need, and a step `CPU_BATCH_TOKENS`.
     """
     import transformers
     from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -149,6 +154,9 @@ def open_transformers_continuous(job: Job) -> tuple[Answer, str]:
     batching = transformers.ContinuousBatchingConfig(**_given(max_requests_per_batch=job["max_num_seqs"]))
 
     def answer(rows: list[Row]) -> list[list[int]]:
+        if model.device.type == "cpu":
+            batching.max_batch_tokens = CPU_BATCH_TOKENS
+            batching.num_blocks = sum(-(-(len(row["ids"]) + row["max_tokens"]) // batching.page_size) for row in rows)
         hints = WorkloadHints(
             max_prompt_length=max(len(row["ids"]) for row in rows),
             max_generated_length=max(row["max_tokens"] for row in rows),
@@ -188,6 +196,12 @@ def _transformers_model(job: Job) -> Any:
 def _given(**settings: Any) -> dict[str, Any]:
     """Return the settings that are set: an engine's own default stands where one is None."""
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def _split_capitals(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options written in capitals, and the others."""
+    capitals = {name: value for name, value in options.items() if name.isupper()}
+    return capitals, {name: value for name, value in options.items() if name not in capitals}
 
 
 def _int64(values: list[list[int]]) -> Any:
