@@ -115,3 +115,147 @@ def test_paging_makes_rows_within_the_context():
     assert all(16 <= len(r.prompt) <= 256 and 16 <= r.max_tokens <= 256 for r in rows)
     assert all(100 <= t < 263 for r in rows for t in r.prompt)
     assert paging.reservation_of(rows) <= 512
+
+
+def test_compare_measures_engines_and_skips_those_that_are_not_there(tiny_model, tmp_path, capsys):
+    """Texts, chats and ids, ended by length or EOS: in fp32 both engines have the golden tokens."""
+    from pagedgen.recipes.benchmarks import compare
+
+    rows = [
+        {"prompt": "one two three", "sampling_params": {"max_tokens": 6, "ignore_eos": True}},
+        {"prompt": "one two three four", "sampling_params": {"max_tokens": 9, "ignore_eos": True}},
+        {"prompt_token_ids": [100, 101, 102], "sampling_params": {"max_tokens": 4}},
+        {"messages": [{"role": "user", "content": "hello"}], "sampling_params": {"max_tokens": 12}},
+        {"messages": [{"role": "user", "content": "good bye"}], "sampling_params": {"max_tokens": 5, "temperature": 0}},
+        {"prompt": "x", "sampling_params": {"max_tokens": 1}},
+    ]
+    workload, golden, figure = tmp_path / "six.jsonl", tmp_path / "golden.jsonl", tmp_path / "engines.svg"
+    workload.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    engines = "pagedgen,transformers,openvino,vllm,transformers-primed"
+    flags = (
+        f"--engines {engines} --python vllm={tmp_path}/nowhere --rounds 1 --dtype float32 --golden {golden} --figure {figure}"
+    )
+    compare.main([str(tiny_model()), str(workload), *flags.split(), "--pagedgen-options", "odd=--nonsense 1"])
+    out, err = capsys.readouterr()
+    lines = {line["engine"]: line for line in map(json.loads, out.splitlines())}
+    skipped = {name: line["skipped"] for name, line in lines.items() if "skipped" in line}
+    assert skipped == {
+        "openvino": "unconverted",
+        "vllm": "interpreterless",
+        "transformers-primed": "unshared",
+        "pagedgen-odd": "failed",
+    }
+    for name in ("pagedgen", "transformers"):
+        line = lines[name]
+        assert (line["rows"], line["rows_agree"], line["tokens_agree"]) == (6, 1.0, 1.0)
+        assert line["whole_s"] > line["load_s"] + line["generate_s"] and line["peak_rss_bytes"] > 2**27
+    assert lines["transformers"]["ratio"] == 1.0
+    assert all(
+        word in err
+        for word in ("tokens/s", "rows agree", "unconverted", "interpreterless", "unshared", "unexpected keyword argument")
+    )
+    assert len(golden.read_text().splitlines()) == 6
+    assert figure.stat().st_size > 0
+
+
+def test_compare_skips_an_engine_that_is_not_installed():
+    from pagedgen.recipes.benchmarks.engines.contest import MODULES, Engine
+
+    found = {name: Engine(name, name, sys.executable, {"model": "x"}).obstacle() for name in MODULES}
+    assert found == {**dict.fromkeys(MODULES), "vllm": "missing", "openvino": "missing"}
+
+
+def test_compare_keeps_golden_answers_by_their_content(tiny_model, tmp_path):
+    from pagedgen.recipes.benchmarks.engines.golden import Golden
+    from pagedgen.recipes.benchmarks.engines.workloads import Row
+
+    asked = []
+
+    def compute(rows):
+        asked.extend(rows)
+        return [list(row.ids) for row in rows]
+
+    a, b, same_but_ends = Row((1, 2), 3, True), Row((1, 2), 4, True), Row((1, 2), 3, False)
+    path = tmp_path / "golden.jsonl"
+    for model in (tiny_model(), tiny_model(), tiny_model("qwen2")):
+        golden = Golden(path, model, [2])
+        assert golden.answers([a, b, a, same_but_ends], compute) == [[1, 2]] * 4
+    assert asked == [a, b, same_but_ends] * 2
+
+
+def test_compare_puts_shuffled_rows_back():
+    from pagedgen.recipes.benchmarks.engines.contest import Contest, Engine
+    from pagedgen.recipes.benchmarks.engines.workloads import Row
+
+    seen = []
+
+    class Echo(Contest):
+        def run(self, engine, rows, max_num_seqs=None):
+            seen.append((rows, max_num_seqs))
+            return {"tokens": [list(row.ids) for row in rows]}
+
+    rows = [Row((i,), 1, True) for i in range(16)]
+    echo = Echo(Path("model"), "float32", [2])
+    assert echo.run_shuffled(Engine("echo", "transformers", sys.executable), rows) == [[i] for i in range(16)]
+    assert seen[0][0] != rows and seen[0][1] == 6
+
+
+def test_compare_measures_speed_against_the_fastest_peer():
+    from pagedgen.recipes.benchmarks.engines.contest import with_ratios
+
+    def line(engine, peer, tokens, generate_s, whole_s):
+        return {"engine": engine, "peer": peer, "generated_tokens": tokens, "generate_s": generate_s, "whole_s": whole_s}
+
+    absent = {"engine": "vllm", "peer": True, "skipped": "missing"}
+    ours, slow, fast, skipped = with_ratios(
+        [line("pagedgen", False, 100, 5, 20), line("a", True, 100, 20, 25), line("b", True, 80, 8, 40), absent]
+    )
+    assert [each["ratio"] for each in (ours, slow, fast)] == [2.0, 0.5, 1.0]
+    assert [each["whole_ratio"] for each in (ours, slow, fast)] == [1.25, 1.0, 0.5]
+    assert skipped == absent
+    assert "ratio" not in with_ratios([line("pagedgen", False, 100, 5, 20), absent])[0]
+
+
+def test_compare_counts_tokens_before_a_difference():
+    from pagedgen.recipes.benchmarks.engines.contest import share_before_difference, share_equal
+
+    expected = [[1, 2, 3, 4], [5, 6], [7, 8]]
+    assert share_equal(expected, [[1, 2, 9, 4], [5, 6], [7]]) == 1 / 3
+    assert share_before_difference(expected, [[1, 2, 9, 4], [5, 6], [7]]) == 5 / 8
+
+
+def test_compare_finds_what_rows_share():
+    from pagedgen.recipes.benchmarks.engines.workloads import Row, shared_beginnings
+
+    rows = [Row(ids, 1, True) for ids in ((1, 2, 3, 9), (5, 6, 7), (1, 2, 3, 4), (1, 2, 5), (5, 8))]
+    assert shared_beginnings(rows, least=2) == [(1, 2)]
+    assert shared_beginnings(rows, least=3) == [(1, 2, 3)]
+    assert shared_beginnings(rows, least=4) == []
+
+
+def test_compare_makes_workloads_of_the_samples(tiny_model, tmp_path):
+    """The shapes that are documented; the tiny model's tokens are bytes."""
+    from pagedgen.recipes.benchmarks import compare
+
+    compare.main([str(tiny_model(max_position_embeddings=2048)), "--make-workloads", str(tmp_path)])
+    w1, w2, w3 = ([json.loads(line) for line in (tmp_path / f"w{i}.jsonl").read_text().splitlines()] for i in (1, 2, 3))
+    assert (len(w1), len(w2), len(w3)) == (128, 128, 64)
+    assert all(16 <= len(row["prompt"].encode()) <= 1024 for row in w1)
+    assert len({row["prompt"][:500] for row in w2}) == 4
+    assert all(528 <= len(row["prompt"].encode()) <= 576 for row in w2)
+    assert len({row["messages"][0]["content"] for row in w3}) == 64
+    assert all("ignore_eos" not in row["sampling_params"] for row in w3)
+
+
+@pytest.mark.parametrize("text", ["int8", "int8=", "=--dtype float32", "int8=quantization int8"])
+def test_compare_refuses_options_without_a_name_or_flags(text):
+    import argparse
+
+    from pagedgen.recipes.benchmarks.compare import parse_options
+
+    assert parse_options("int8=--quantization int8 --block-size 16 --no-enable-prefix-caching --audit") == (
+        "int8",
+        {"quantization": "int8", "block_size": 16, "enable_prefix_caching": False, "audit": True},
+    )
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse_options(text)
