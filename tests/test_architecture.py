@@ -53,7 +53,7 @@ ALLOWED = {
         "pagedgen.kernels.disk_cache",
     },
     "pagedgen.sampling": set(),
-    "pagedgen.model": {"pagedgen.kernels.api", "pagedgen.kernels.cpu.fused"},
+    "pagedgen.model": {"pagedgen.kernels.api", "pagedgen.kernels.cpu"},
 }
 NO_TORCH = [
     f"pagedgen.engine.{m}"

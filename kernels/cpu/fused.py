@@ -14,6 +14,8 @@ import torch
 from . import load_kernels
 
 _F32 = np.empty(0, np.float32)
+PANEL = 16  # output channels that a packed weight keeps together, see `gemm.py`
+_ROWS_PER_ITEM = 128  # of a product: their inputs of one slice stay in the L2 cache
 # What tells a compiled kernel the dtype behind an address (see `simd.py`).
 TAGS: dict[torch.dtype, np.ndarray[Any, Any]] = {
     torch.float32: _F32,
@@ -104,6 +106,28 @@ def silu_mul(gate_up: torch.Tensor, scales: torch.Tensor | None, out: torch.Tens
         TAGS[gate_up.dtype],
         TAGS[out.dtype],
     )
+
+
+def product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return x @ weight^T + bias in `dtype`, (T, P * 16). x (T, C) fp32, packed (P, C, 16) floats, bias (P * 16,) fp32."""
+    kernels, num_threads = load_kernels("gemm")
+    num_panels, in_features, _ = packed.shape
+    out = torch.empty(x.shape[0], num_panels * PANEL, dtype=dtype)
+    kernels.product(
+        x.data_ptr(),
+        packed.data_ptr(),
+        _F32 if bias is None else bias.numpy(),
+        out.data_ptr(),
+        x.shape[0],
+        in_features,
+        num_panels,
+        _ROWS_PER_ITEM,
+        num_threads,
+        TAGS[packed.dtype],
+        TAGS[dtype],
+        _F32,
+    )
+    return out
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,9 +29,12 @@ _WAIT_CALLS = 4  # after a refusal, calls until it is asked again although no bl
 class Admission:
     """Forecasts the pool's use for one scheduler."""
 
-    def __init__(self, blocks: BlockManager, *, reserve_blocks: int, deviations: float = 1.25):
-        """`reserve_blocks` stay free. `deviations`: the margin, in standard deviations of the expected use."""
+    def __init__(self, blocks: BlockManager, *, reserve_blocks: int, deviations: float = 1.25, is_ample: bool = False):
+        """`reserve_blocks` stay free. `deviations`: the margin, in standard deviations of the expected use. `is_ample`: as many
+        rows as ever run at once fit, however long they get, so none has to wait for room.
+        """
         self._blocks = blocks
+        self._is_ample = is_ample
         self._reserve = reserve_blocks
         self._deviations = deviations
         self.lengths = OutputLengths()
@@ -53,6 +56,8 @@ class Admission:
 
     def begin(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
         """Forecast the running rows' use; `waiting` are some of those that may be asked for."""
+        if self._is_ample:
+            return
         rows = list(running)
         self.lengths.refresh(rows)
         self._after = _moments([*rows, *waiting])
@@ -68,6 +73,8 @@ class Admission:
 
         `new_shared_blocks`: blocks of its beginning that are not in use yet; `kept_blocks`: idle blocks that must stay.
         """
+        if self._is_ample:
+            return True
         mean, variance = self._use([sequence])
         use = self._mean + mean + self._deviations * np.sqrt(self._variance + variance)
         room = self._blocks.num_blocks - self._reserve - kept_blocks - self._fixed - new_shared_blocks
@@ -79,6 +86,8 @@ class Admission:
 
     def admitted(self, sequence: Sequence, new_shared_blocks: int) -> None:
         """Count a row that was just admitted."""
+        if self._is_ample:
+            return
         self._fixed += new_shared_blocks
         mean, variance = self._use([sequence])
         self._mean = self._mean + mean

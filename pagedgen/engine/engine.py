@@ -114,7 +114,7 @@ class Engine:
         config, stats = self.opened.config, self.stats
         assert config.block_size
         host_blocks, disk_blocks = self._tiers_worth_using(plan, on_note)
-        blocks, scheduler = make_scheduler(config, plan.num_blocks, host_blocks, disk_blocks)
+        blocks, scheduler = make_scheduler(config, plan.num_blocks, host_blocks, disk_blocks, is_ample=plan.is_ample)
         stats.blocks.total, stats.blocks.block_size = blocks.num_blocks, config.block_size
         with _out_of_memory_is_told(f"a KV pool of {blocks.num_blocks} blocks"):
             self.runner.allocate_cache(

@@ -58,8 +58,10 @@ def forecast(
     num_blocks: int,
     profile: MachineProfile | None,
     lengths: Callable[[Request, int], int],
+    *,
+    is_ample: bool = False,
 ) -> Forecast:
-    """Run rows, which were all read, through the scheduler in simulation."""
+    """Run rows, which were all read, through the scheduler in simulation; `is_ample` as `Plan.is_ample`."""
     if not len(rows):
         return _told(SimulatedRun(num_blocks, config.block_size or 1), 0, 0, profile, 0)
     # Of many rows a sample, in runs of neighbours, so that what they share stays shared; enough to fill the pool several times.
@@ -69,7 +71,7 @@ def forecast(
     chosen = [rows.request(int(i)) for s in range(0, len(order), every * _RUN_ROWS) for i in order[s : s + _RUN_ROWS]]
     if config.sort == "length":
         chosen.sort(key=lambda r: -r.max_kv_tokens)
-    blocks, scheduler = make_scheduler(config, num_blocks)
+    blocks, scheduler = make_scheduler(config, num_blocks, is_ample=is_ample)
     run = simulate(ListFeed(chosen), blocks, scheduler, lengths, profile)
     attainable = rows.sharing.attainable_tokens if rows.sharing is not None and config.enable_prefix_caching else 0
     return _told(run, len(rows), len(chosen), profile, attainable)

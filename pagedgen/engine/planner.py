@@ -51,6 +51,11 @@ class Plan:
     max_num_batched_tokens: int
     covers_all_rows: bool  # False: planned on the rows read ahead, more were to come
 
+    @property
+    def is_ample(self) -> bool:
+        """Return True when the pool holds as many rows as run at once, whichever they are and however long they get."""
+        return self.covers_all_rows and self.num_blocks >= self.peak_blocks_needed
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

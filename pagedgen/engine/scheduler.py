@@ -345,9 +345,9 @@ class Scheduler:
 
 
 def make_scheduler(
-    config: EngineConfig, num_blocks: int, host_blocks: int = 0, disk_blocks: int = 0
+    config: EngineConfig, num_blocks: int, host_blocks: int = 0, disk_blocks: int = 0, *, is_ample: bool = False
 ) -> tuple[BlockManager, Scheduler]:
-    """Return the block manager and scheduler of a run, or of its simulation."""
+    """Return the block manager and scheduler of a run, or of its simulation; `is_ample` as `Admission` takes it."""
     assert config.block_size and config.max_num_seqs and config.max_num_batched_tokens
     blocks = BlockManager(
         num_blocks,
@@ -361,8 +361,8 @@ def make_scheduler(
         blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        watermark=config.watermark,
         keeps_prefixes=config.sort == "prefix",
+        admission=Admission(blocks, reserve_blocks=int(config.watermark * num_blocks), is_ample=is_ample),
     )
     scheduler.prefix.enabled = config.enable_prefix_caching
     return blocks, scheduler

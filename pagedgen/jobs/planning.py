@@ -135,7 +135,7 @@ def report(
     profile = stored_profile(opened)
     progress.phase("simulating the run")
     engine = opened.config
-    told = forecast(rows, engine, plan.num_blocks, profile, lengths)
+    told = forecast(rows, engine, plan.num_blocks, profile, lengths, is_ample=plan.is_ample)
     columns = rows.lengths.arrays()
     prompt_lens = columns["prompt_lens"]
     outputs = _output_lens(rows, lengths)
@@ -145,7 +145,8 @@ def report(
     for name, num_blocks in _other_pools(opened.spec, engine, plan.max_block_num):
         if num_blocks >= most and plan.num_blocks >= most:
             continue  # the job has all it can use either way
-        other = asdict(forecast(rows, engine, min(num_blocks, max(most, 1)), profile, lengths))
+        pool = min(num_blocks, max(most, 1))
+        other = asdict(forecast(rows, engine, pool, profile, lengths, is_ample=pool >= most))
         del other["waterline"]
         what_if.append({"what": name, "num_blocks": num_blocks, **other})
     details = asdict(told)

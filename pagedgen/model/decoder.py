@@ -1,14 +1,14 @@
 """A decoder of the Llama shape on CPU: prepacked products and compiled passes between them, in place of transformers' modules.
 
 What a step computes is what the modules compute; how often memory is touched is not. Query, key and value are one product, gate
-and up another; norms, rotary embedding and activation are one pass each (`kernels/cpu/rows.py`). Rows are run through a layer
-in chunks whose sizes are row buckets (see `linear.py`), so that a row's bits do not depend on the batch. The residual stays in
-fp32 whatever the model's dtype, and rows whose logits nobody needs leave before the last layer's products.
+and up another; norms, rotary embedding and activation are one pass each (`kernels/cpu/rows.py`). Rows run through a layer in
+chunks, of row buckets where the products need them (see `linear.py`), so that a row's bits do not depend on the batch. The
+residual stays in fp32 whatever the model's dtype, and rows whose logits nobody needs leave before the last layer's products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,11 @@ from ..kernels.cpu import fused
 from .attention import AttentionStep, attend
 from .int8 import Int8Linear
 from .linear import RowInvariantLinear, RowInvariantProduct, common_buckets, split_rows
+from .panels import PanelLinear, panels_pay
 
-Product = RowInvariantLinear | Int8Linear
+Product = RowInvariantLinear | PanelLinear | Int8Linear
+# Rows that run through a layer together where any number may: their states stay in the caches from product to product.
+_LARGEST_CHUNK = 512
 
 # Classes of transformers whose layers are exactly norm, attention with rotary embedding, norm, gated SiLU; with each the way
 # to an attention module's sliding window.
@@ -82,7 +85,9 @@ class FusedDecoder:
 
         def product(*linears: nn.Linear) -> Product:
             joined = _joined(*linears) if len(linears) > 1 else linears[0]
-            return Int8Linear(joined) if quantization == "int8" else RowInvariantLinear(joined, invariant)
+            if quantization == "int8":
+                return Int8Linear(joined)
+            return PanelLinear(joined) if panels_pay() else RowInvariantLinear(joined, invariant)
 
         decoder = model.model
         attention = decoder.layers[0].self_attn
@@ -107,11 +112,11 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """See `forward.Forward.__call__`."""
         buckets = common_buckets(p.buckets() for p in self._products)
-        chunks = _bounds(split_rows(input_ids.shape[0], buckets))
+        chunks = _chunks(input_ids.shape[0], buckets)
         rows = chunks[-1][1]
         ids, places = input_ids.new_zeros(rows), positions.new_zeros(rows)
         ids[: input_ids.shape[0]], places[: positions.shape[0]] = input_ids, positions
-        work = self._work_space(rows, max(buckets))
+        work = self._work_space(rows)
         residual = work.residual[:rows].copy_(self._embedding[ids])
         cos, sin = (t[0].contiguous() for t in self._rotary(residual, places[None]))
         for start, end in chunks:
@@ -161,7 +166,7 @@ class FusedDecoder:
         """Run the last layer's products and the head on the rows that need logits."""
         layer = self._layers[-1]
         parts = []
-        for start, end in _bounds(split_rows(sampled.shape[0], buckets)):
+        for start, end in _chunks(sampled.shape[0], buckets):
             taken = sampled[start:end]
             rows = torch.cat([taken, taken.new_zeros(end - start - taken.shape[0])])  # filled up with any row
             states = residual[rows]
@@ -172,7 +177,7 @@ class FusedDecoder:
             return residual.new_empty(0, self._head.out_features)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _work_space(self, rows: int, largest_chunk: int) -> _Buffers:
+    def _work_space(self, rows: int) -> _Buffers:
         if self._buffers is None or self._buffers.residual.shape[0] < rows:
             heads, kv_heads, head_dim = self._heads
             hidden = self._embedding.shape[1]
@@ -188,13 +193,18 @@ class FusedDecoder:
                 key=empty(rows, kv_heads, head_dim),
                 value=empty(rows, kv_heads, head_dim),
                 attended=empty(rows, heads, head_dim),
-                activated=empty(largest_chunk, self._intermediate),
+                activated=empty(_LARGEST_CHUNK, self._intermediate),
             )
         return self._buffers
 
 
-def _bounds(sizes: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the (start, end) of consecutive chunks."""
+def _chunks(num_rows: int, buckets: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return the (start, end) of consecutive chunks: of bucket sizes, the last one maybe past the rows, or the rows' own."""
+    if buckets:
+        sizes = split_rows(num_rows, buckets)
+    else:
+        full, rest = divmod(num_rows, _LARGEST_CHUNK)
+        sizes = (_LARGEST_CHUNK,) * full + ((rest,) if rest else ())
     bounds, start = [], 0
     for size in sizes:
         bounds.append((start, start + size))

@@ -56,6 +56,5 @@ class ModuleForward:
 
     def _padded_rows(self, num_tokens: int) -> int:
         """Return the rows to run so that every product of the step hits an agreeing row bucket without copying."""
-        if not self._row_buckets:
-            return num_tokens
-        return sum(split_rows(num_tokens, common_buckets(self._row_buckets.values())))
+        buckets = common_buckets(self._row_buckets.values())
+        return sum(split_rows(num_tokens, buckets)) if buckets else num_tokens

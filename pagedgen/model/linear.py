@@ -24,6 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..machine import cache_root, cpu_flags, cpu_name
+from .panels import PanelLinear, panels_pay
 
 ROW_BUCKETS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512)
 CANONICAL_ROWS = 64
@@ -139,9 +140,9 @@ def split_rows(num_rows: int, buckets: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def common_buckets(measured: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the row buckets that suit all products which have any; the canonical one where none does."""
+    """Return the row buckets that suit all products which have any; none where any number of rows is as good."""
     sets = [set(buckets) for buckets in measured if buckets]
-    return tuple(sorted(set.intersection(*sets))) if sets and set.intersection(*sets) else (CANONICAL_ROWS,)
+    return tuple(sorted(set.intersection(*sets) or {CANONICAL_ROWS})) if sets else ()
 
 
 class RowInvariantProduct:
@@ -285,9 +286,9 @@ def make_row_invariant(model: nn.Module) -> MeasuredBuckets:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, RowInvariantLinear(child, invariant))
+                setattr(module, name, PanelLinear(child) if panels_pay() else RowInvariantLinear(child, invariant))
     for module in model.modules():
-        if isinstance(module, (nn.Embedding, RowInvariantLinear)):
+        if isinstance(module, (nn.Embedding, RowInvariantLinear, PanelLinear)):
             continue
         if any(p.ndim >= 2 for p in module.parameters(recurse=False)):
             _wrap_forward(module, _InvariantMode(invariant))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from recorder import recorded
 
+from pagedgen.model import decoder, linear
 from pagedgen.model.decoder import FusedDecoder, can_fuse
 from pagedgen.model.forward import ModuleForward
 from pagedgen.sampling_params import SamplingParams
@@ -14,6 +15,14 @@ from pagedgen.sampling_params import SamplingParams
 FUSED = ["llama", "llama_mqa", "qwen2", "qwen3", "mistral_window"]
 NOT_FUSED = ["llama_odd_head_dim", "gemma2", "gemma3", "phi3", "olmo2", "mixtral", "qwen3_moe", "gpt2"]
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(params=["library products", "own products"], autouse=True)
+def products(request, monkeypatch):
+    """Every test with both kinds of product, whichever this machine would choose."""
+    pay = request.param == "own products"
+    for module in (decoder, linear):
+        monkeypatch.setattr(module, "panels_pay", lambda: pay)
 
 
 def floats(seen):

@@ -1,0 +1,62 @@
+"""The compiled product of rows and a weight for processors whose vectors are no wider than AVX2.
+
+A weight is packed once into panels of 16 output channels, `(panel, in_features, 16)`, in its own dtype: a checkpoint in bf16
+stays in bf16 and is widened, exactly, a slice at a time into the L1 cache, so that a product reads half of fp32's bytes. Every
+sum runs over the input channels in order, whatever the number of rows or threads: a row's bits depend on the row alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from ..disk_cache import locked
+from .simd import load, store, vadd
+from .tiles import pv_tile
+
+PANEL = 16
+_DEPTH = 256  # input channels of a slice: 16 KiB in fp32, half of an L1 cache
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _widen(source, target, count, tag, f32):
+    """Copy `count` elements, a multiple of 16, as fp32."""
+    for i in range(0, count, 16):
+        store(target + i * 4, load(source + i * tag.itemsize, tag, 16), f32)
+
+
+@locked
+@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+def product(x, packed, bias, out, num_rows, in_features, num_panels, rows_per_item, num_threads, weight_tag, out_tag, f32):
+    """out = x @ weight^T + bias.
+
+    x (rows, in_features) fp32, packed (num_panels, in_features, 16) of the weight tag's dtype, out (rows, num_panels * 16) of
+    the other tag's: addresses of contiguous arrays. bias (num_panels * 16,) fp32 or empty.
+    """
+    row_items = (num_rows + rows_per_item - 1) // rows_per_item
+    num_items = num_panels * row_items
+    for thread in prange(num_threads):
+        slice_buf = np.empty(_DEPTH * PANEL, np.float32)
+        sums = np.empty((rows_per_item, PANEL), np.float32)
+        ones = np.ones(rows_per_item, np.float32)
+        for item in range(num_items * thread // num_threads, num_items * (thread + 1) // num_threads):
+            panel, first = item // row_items, item % row_items * rows_per_item
+            count = min(rows_per_item, num_rows - first)
+            sums[:count] = 0
+            for start in range(0, in_features, _DEPTH):
+                depth = min(_DEPTH, in_features - start)
+                _widen(
+                    packed + (panel * in_features + start) * PANEL * weight_tag.itemsize, slice_buf.ctypes.data, depth * PANEL,
+                    weight_tag, f32,
+                )  # fmt: skip
+                pv_tile(
+                    x + (first * in_features + start) * 4, in_features * 4, slice_buf.ctypes.data, PANEL * 4, f32,
+                    sums.ctypes.data, PANEL * 4, ones.ctypes.data, depth, count, 1, 16,
+                )  # fmt: skip
+            for r in range(count):
+                target = out + ((first + r) * num_panels + panel) * PANEL * out_tag.itemsize
+                for c in range(0, PANEL, 16):
+                    total = load(sums.ctypes.data + (r * PANEL + c) * 4, f32, 16)
+                    if bias.shape[0] > 0:
+                        total = vadd(total, load(bias.ctypes.data + (panel * PANEL + c) * 4, f32, 16))
+                    store(target + c * out_tag.itemsize, total, out_tag)
