@@ -31,7 +31,7 @@ LEAVES = {
 ALLOWED = {
     "pagedgen.cli": {"pagedgen", "pagedgen.job", "pagedgen.jobs.merge", "pagedgen.model.demo", "pagedgen.stopping"},
     "pagedgen.kernels": set(),
-    "pagedgen.recipes": {"pagedgen.kernels.api", "pagedgen.engine", "pagedgen.rows", "pagedgen.jobs"},
+    "pagedgen.recipes": {"pagedgen.kernels.api", "pagedgen.model", "pagedgen.engine", "pagedgen.rows", "pagedgen.jobs"},
     "pagedgen.job": {"pagedgen.rows", "pagedgen.engine", "pagedgen.jobs", "pagedgen.stopping"},
     "pagedgen.jobs": {
         "pagedgen",

@@ -1,15 +1,19 @@
-"""Paged decode attention on CPU against torch, in one run: time, ratio, and the share of the memory's read bandwidth.
+"""Paged attention and products on CPU against torch, in one run: time, ratio, and the share of what the machine can do.
 
     python recipes/benchmarks/kernels.py [--rows 64] [--context 512] [--heads 9] [--kv-heads 3] [--head-dim 64]
 
-Prints one JSON line a dtype. The torch twins gather each row's blocks and call scaled_dot_product_attention with the mask that
-rows of unequal length need. Three of them, since layouts and GQA handling differ by several times:
+Prints JSON lines: decode attention for each dtype, prefill attention of one row of --prompt tokens for each dtype, and products
+of one decoder layer's shapes for each number of rows. The torch twins of decode gather each row's blocks and call
+scaled_dot_product_attention with the mask that rows of unequal length need. Three of them, since layouts and GQA handling
+differ by several times:
 
     expanded     blocks (Hkv, block_size, D); K/V repeated for each query head, as transformers' models do
     grouped      the same pool; enable_gqa=True, nothing repeated
     token_major  blocks (block_size, Hkv, D), the layout that suits a gather best; enable_gqa=True
 
-Read bandwidth is the best rate at which torch sums a buffer of the pool's size with the same threads.
+Read bandwidth is the best rate at which torch sums a buffer of the pool's size with the same threads. Prefill's twin is
+scaled_dot_product_attention on contiguous tensors; its rate counts half of the square. Products run through as many layers as
+the caches can't hold, as a step does: ours on bf16 weights (`model/panels.py`) against `linear` and oneDNN's prepacked weights.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ import torch
 from pagedgen.kernels.api import load_backend
 
 from pagedgen.machine import cpu_name
+from pagedgen.model.linear import PACKED, RowInvariantLinear, RowInvariantProduct
+from pagedgen.model.panels import PanelLinear
 
 
 def median_ms(call, repeats: int) -> float:
@@ -113,10 +119,75 @@ def measure(dtype: torch.dtype, args: argparse.Namespace) -> dict:
     }
 
 
+def measure_prefill(dtype: torch.dtype, args: argparse.Namespace) -> dict:
+    """Measure causal attention of one whole prompt; return the JSON line's content."""
+    backend = load_backend("cpu")
+    tokens, size = args.prompt, args.block_size
+    num_blocks = -(-tokens // size)
+    shape = (num_blocks, args.kv_heads, size, args.head_dim)
+    key, value = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    key_transposed = key.transpose(2, 3).contiguous().transpose(2, 3)
+    query = torch.randn(tokens, args.heads, args.head_dim).to(dtype)
+    out, scale = torch.empty_like(query), args.head_dim**-0.5
+    tables = torch.arange(num_blocks, dtype=torch.int32)[None]
+    bounds, lengths = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    k, v = (t.transpose(0, 1).reshape(1, args.kv_heads, -1, args.head_dim)[:, :, :tokens].contiguous() for t in (key, value))
+    q = query.transpose(0, 1)[None].contiguous()
+
+    def paged():
+        backend.paged_prefill(query, key_transposed, value, tables, bounds, lengths, out, scale=scale, max_seqlen_q=tokens)
+
+    def sdpa():
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+    paged()
+    error = float((out.float() - sdpa()[0].transpose(0, 1).float()).abs().max())
+    ours, twin = median_ms(paged, args.repeats), median_ms(sdpa, args.repeats)
+    work = 4 * args.heads * args.head_dim * tokens * (tokens + 1) / 2
+    return {
+        "benchmark": "paged_prefill_cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "prompt": tokens,
+        "paged_ms": round(ours, 3),
+        "sdpa_ms": round(twin, 3),
+        "ratio": round(twin / ours, 2),
+        "gflop_per_s": round(work / ours / 1e6, 1),
+        "max_abs_difference": error,
+    }
+
+
+def measure_products(num_rows: int) -> dict:
+    """Measure the products of SmolLM2-135M's layers on so many rows; return the JSON line's content."""
+    shapes = [(960, 576), (576, 576), (3072, 576), (576, 1536)]
+    linears = [torch.nn.Linear(k, n, bias=False).requires_grad_(False) for n, k in shapes * 30]
+    for linear in linears:
+        linear.weight.copy_(linear.weight.bfloat16())
+    panels = [PanelLinear(linear) for linear in linears]
+    packed = [RowInvariantLinear(linear, RowInvariantProduct())._operand[0] for linear in linears]
+    x = {k: torch.randn(num_rows, k) for _, k in shapes}
+    ways = {
+        "ours": lambda: [panel(x[panel.in_features]) for panel in panels],
+        "linear": lambda: [linear(x[linear.in_features]) for linear in linears],
+        "prepacked": lambda: [
+            PACKED.apply(x[linear.in_features], operand, None) for linear, operand in zip(linears, packed, strict=True)
+        ],
+    }
+    times = {name: median_ms(call, 5) for name, call in ways.items()}
+    work = 2 * num_rows * sum(n * k for n, k in shapes) * 30
+    return {
+        "benchmark": "products_cpu",
+        "rows": num_rows,
+        "ms": {name: round(ms, 2) for name, ms in times.items()},
+        "gflop_per_s": {name: round(work / ms / 1e6) for name, ms in times.items()},
+        "ratio": {name: round(ms / times["ours"], 2) for name, ms in times.items()},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
-        ("rows", 64), ("context", 512), ("heads", 9), ("kv-heads", 3), ("head-dim", 64), ("block-size", 32), ("repeats", 30),
+        ("rows", 64), ("context", 512), ("prompt", 1024), ("heads", 9), ("kv-heads", 3), ("head-dim", 64), ("block-size", 32),
+        ("repeats", 30),
         ("threads", len(os.sched_getaffinity(0))),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -125,7 +196,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     numba.set_num_threads(args.threads)
     for dtype in (torch.bfloat16, torch.float32):
-        print(json.dumps(measure(dtype, args)))
+        print(json.dumps(measure(dtype, args)), flush=True)
+        print(json.dumps(measure_prefill(dtype, args)), flush=True)
+    for num_rows in (1, 4, 16, 48, 128, 512):
+        print(json.dumps(measure_products(num_rows)), flush=True)
 
 
 if __name__ == "__main__":
