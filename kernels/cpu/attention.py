@@ -7,6 +7,8 @@ must have been given the same number of threads as torch (`numba.set_num_threads
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 
@@ -26,7 +28,14 @@ _F32, _INT8 = TAGS[torch.float32], TAGS[torch.int8]
 
 
 def _byte_strides(tensor: torch.Tensor, *dims: int) -> tuple[int, ...]:
-    return tuple(tensor.stride(dim) * tensor.element_size() for dim in dims)
+    size, strides = tensor.element_size(), tensor.stride()
+    return tuple([strides[dim] * size for dim in dims])
+
+
+@lru_cache(maxsize=4)
+def _one_query_each(num_rows: int) -> torch.Tensor:
+    """Return cu_seqlens_q of decoding rows; every layer of a step asks for the same."""
+    return torch.arange(num_rows + 1, dtype=torch.int32)
 
 
 def _scale_strides(cache: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, int]:
@@ -159,7 +168,7 @@ def paged_decode(
 
     `shared` doesn't change a bit either: a row's arithmetic is the same whoever reads its tiles with it.
     """
-    cu_seqlens_q = torch.arange(query.shape[0] + 1, dtype=torch.int32)
+    cu_seqlens_q = _one_query_each(query.shape[0])
     paged_prefill(
         query,
         key_cache,

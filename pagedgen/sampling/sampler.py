@@ -55,8 +55,9 @@ class Sampler:
             if held_back:
                 log_probs = self._without_ends(log_probs, group, held_back)
             most = max(s.beam_group.num_candidates for s in group)
-            best = log_probs.topk(min(most, log_probs.shape[1]), dim=-1)
-            for sequence, row, row_ids in zip(group, best.values.cpu().numpy(), best.indices.cpu().numpy(), strict=True):
+            best = _largest(log_probs, min(most, log_probs.shape[1]))
+            best_values = log_probs.gather(1, best)
+            for sequence, row, row_ids in zip(group, best_values.cpu().numpy(), best.cpu().numpy(), strict=True):
                 count = sequence.beam_group.num_candidates if np.isfinite(row[0]) else 0
                 values.append(row[:count])
                 ids.append(row_ids[:count])
@@ -123,17 +124,23 @@ def _draw_filtered(scaled: torch.Tensor, params: list[SamplingParams], u: torch.
     return tokens
 
 
-def _candidates(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids (S, count) of the largest logits in order, and their probabilities among the whole vocabulary (fp64).
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the ids (S, count) of each row's largest values in order, equal ones by id. values (S, vocab) fp32.
 
-    Order by value and then id is made total by sorting both in one integer: the float's bits, which sort like integers once
-    negative ones are flipped, above the inverted id.
+    `topk` alone orders equal values as it likes, by how many are asked for or what is beside them. The order is made total by
+    sorting value and id in one integer: the float's bits, which sort like integers once negative ones are flipped, above the
+    inverted id.
     """
-    bits = (scaled + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal to 0.0
+    bits = (values + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal to 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ids = torch.arange(scaled.shape[1], device=scaled.device)
+    ids = torch.arange(values.shape[1], device=values.device)
     keys = (ordered << 32) | (0xFFFFFFFF - ids)
-    top = 0xFFFFFFFF - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+    return 0xFFFFFFFF - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+
+
+def _candidates(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids (S, count) of the largest logits in order, and their probabilities among the whole vocabulary (fp64)."""
+    top = _largest(scaled, count)
     log_total = torch.logsumexp(scaled, dim=-1, keepdim=True)
     return top, torch.exp(scaled.gather(1, top) - log_total).double()
 

@@ -8,7 +8,7 @@ import torch
 
 from pagedgen.request import Request, Sequence
 from pagedgen.sampling.philox import philox4x32, uniforms
-from pagedgen.sampling.sampler import Sampler
+from pagedgen.sampling.sampler import Sampler, _largest
 from pagedgen.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -210,3 +210,14 @@ def test_planner_knows_the_samplers_work_space():
     from pagedgen.sampling import sampler
 
     assert planner.SAMPLER_ROWS == sampler.ROWS_AT_ONCE
+
+
+def test_equal_values_are_ordered_by_id_however_many_are_asked_for():
+    """bf16 logits are equal by the dozen; `topk` alone orders those by its count and by what is beside them."""
+    values = torch.randint(0, 4, (3, 5000), generator=torch.Generator().manual_seed(0)).float()
+    values[1, 7] = -0.0
+    for count in (1, 3, 40, 1000, 5000):
+        got = _largest(values, count)
+        for row, ids in zip(values.tolist(), got.tolist(), strict=True):
+            assert ids == sorted(range(5000), key=lambda i: (-row[i], i))[:count]
+        assert torch.equal(_largest(values[2:], count), got[2:])
