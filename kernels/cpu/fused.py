@@ -14,6 +14,7 @@ import torch
 from . import load_kernels
 
 _F32 = np.empty(0, np.float32)
+_UINT8, _INT16 = np.empty(0, np.uint8), np.empty(0, np.int16)
 PANEL = 16  # output channels that a packed weight keeps together, see `gemm.py`
 _ROWS_PER_ITEM = 128  # of a product: their inputs of one slice stay in the L2 cache
 # What tells a compiled kernel the dtype behind an address (see `simd.py`).
@@ -130,13 +131,35 @@ def product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, dt
     return out
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round each row of x (T, C) to 255 levels: return uint8 (T, C) and scales (T,) fp32 with x = (uint8 - 128) * scale.
+def product_int8(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return x @ weight^T * scales, (T, P * 16) fp32. x (T, C) int16, packed (P, C / 2, 16, 2) int8, scales (P * 16,) fp32."""
+    kernels, num_threads = load_kernels("gemm")
+    num_panels, in_features = packed.shape[0], x.shape[1]
+    out = torch.empty(x.shape[0], num_panels * PANEL)
+    kernels.product_int8(
+        x.data_ptr(),
+        packed.data_ptr(),
+        scales.numpy(),
+        out.data_ptr(),
+        x.shape[0],
+        in_features,
+        num_panels,
+        _ROWS_PER_ITEM,
+        num_threads,
+        _F32,
+    )
+    return out
 
-    C is a multiple of 4. A row that holds a NaN or an infinity has a NaN for its scale.
+
+def quantize(x: torch.Tensor, dtype: torch.dtype = torch.uint8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each row of x (T, C) to 255 levels: return them and scales (T,) fp32 with x = levels * scale.
+
+    As int16 the levels are from -127 to 127, as uint8 128 stands for 0. C is a multiple of 4. A row that holds a NaN or an
+    infinity has a NaN for its scale.
     """
     kernels, num_threads = load_kernels("rows")
-    out = torch.empty(x.shape, dtype=torch.uint8)
+    out = torch.empty(x.shape, dtype=dtype)
     scales = torch.empty(x.shape[0])
-    kernels.quantize(x.data_ptr(), out.data_ptr(), scales.numpy(), x.shape[0], x.shape[1], num_threads, TAGS[x.dtype])
+    tag = _UINT8 if dtype == torch.uint8 else _INT16
+    kernels.quantize(x.data_ptr(), out.data_ptr(), scales.numpy(), x.shape[0], x.shape[1], num_threads, TAGS[x.dtype], tag)
     return out, scales

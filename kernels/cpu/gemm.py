@@ -1,4 +1,4 @@
-"""The compiled product of rows and a weight for processors whose vectors are no wider than AVX2.
+"""The compiled products of rows and a weight for processors whose vectors are no wider than AVX2.
 
 A weight is packed once into panels of 16 output channels, `(panel, in_features, 16)`, in its own dtype: a checkpoint in bf16
 stays in bf16 and is widened, exactly, a slice at a time into the L1 cache, so that a product reads half of fp32's bytes. Every
@@ -11,8 +11,8 @@ import numpy as np
 from numba import njit, prange
 
 from ..disk_cache import locked
-from .simd import load, store, vadd
-from .tiles import pv_tile
+from .simd import load, load_sums, store, vadd, vmul, widen_bytes
+from .tiles import madd_tile, pv_tile
 
 PANEL = 16
 _DEPTH = 256  # input channels of a slice: 16 KiB in fp32, half of an L1 cache
@@ -60,3 +60,35 @@ def product(x, packed, bias, out, num_rows, in_features, num_panels, rows_per_it
                     if bias.shape[0] > 0:
                         total = vadd(total, load(bias.ctypes.data + (panel * PANEL + c) * 4, f32, 16))
                     store(target + c * out_tag.itemsize, total, out_tag)
+
+
+@locked
+@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+def product_int8(x, packed, scales, out, num_rows, in_features, num_panels, rows_per_item, num_threads, f32):
+    """out = x @ weight^T * scales, from sums of whole numbers.
+
+    x (rows, in_features) int16 of magnitudes to 127, packed (num_panels, in_features / 2, 16, 2) int8, out (rows, num_panels *
+    16) fp32: addresses of contiguous arrays. scales (num_panels * 16,) fp32. in_features is even and below 2**17.
+    """
+    row_items = (num_rows + rows_per_item - 1) // rows_per_item
+    num_items, num_pairs, depth = num_panels * row_items, in_features // 2, _DEPTH
+    for thread in prange(num_threads):
+        slice_buf = np.empty(2 * depth * PANEL, np.int16)
+        sums = np.empty((rows_per_item, PANEL), np.int32)
+        for item in range(num_items * thread // num_threads, num_items * (thread + 1) // num_threads):
+            panel, first = item // row_items, item % row_items * rows_per_item
+            count = min(rows_per_item, num_rows - first)
+            sums[:count] = 0
+            for start in range(0, num_pairs, depth):
+                pairs = min(depth, num_pairs - start)
+                weight = packed + (panel * num_pairs + start) * 2 * PANEL
+                for pair in range(pairs):
+                    widen_bytes(weight + pair * 2 * PANEL, slice_buf.ctypes.data + pair * 4 * PANEL)
+                madd_tile(
+                    x + (first * in_features + 2 * start) * 2, in_features * 2, slice_buf.ctypes.data, sums.ctypes.data,
+                    PANEL * 4, pairs, count,
+                )  # fmt: skip
+            scale = load(scales.ctypes.data + panel * PANEL * 4, f32, 16)
+            for r in range(count):
+                target = out + ((first + r) * num_panels + panel) * PANEL * 4
+                store(target, vmul(load_sums(sums.ctypes.data + r * PANEL * 4, 16), scale), f32)

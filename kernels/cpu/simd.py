@@ -143,18 +143,48 @@ def store(typingctx, address, value, tag):
 
 
 @intrinsic
-def store_unsigned(typingctx, address, value):
-    """Round lanes from -127 to 127 to the nearest integer (ties to even) and store them as bytes, 128 standing for 0."""
+def store_whole(typingctx, address, value, tag):
+    """Round lanes from -127 to 127 to whole numbers (ties to even); store them as the tag's int16, or uint8 with 128 for 0."""
+    unsigned = dtype_name(tag) == "uint8"
 
     def codegen(context, builder, signature, args):
         width = args[1].type.count
         rounded = _call(builder, f"llvm.nearbyint.v{width}f32", args[1].type, [args[1]])
-        whole = builder.add(builder.fptosi(rounded, ir.VectorType(_I32, width)), _ints(width, 128))
-        byte_t = ir.VectorType(ir.IntType(8), width)
-        builder.store(builder.trunc(whole, byte_t), builder.inttoptr(args[0], byte_t.as_pointer())).align = 1
+        whole = builder.fptosi(rounded, ir.VectorType(_I32, width))
+        if unsigned:
+            whole = builder.add(whole, _ints(width, 128))
+        stored_t = ir.VectorType(ir.IntType(8 if unsigned else 16), width)
+        builder.store(builder.trunc(whole, stored_t), builder.inttoptr(args[0], stored_t.as_pointer())).align = 1
         return context.get_dummy_value()
 
-    return types.void(types.int64, value), codegen
+    return types.void(types.int64, value, tag), codegen
+
+
+@intrinsic
+def widen_bytes(typingctx, source, target):
+    """Copy 32 int8 as int16."""
+
+    def codegen(context, builder, signature, args):
+        byte_t, short_t = (ir.VectorType(ir.IntType(bits), 32) for bits in (8, 16))
+        raw = builder.load(builder.inttoptr(args[0], byte_t.as_pointer()))
+        raw.align = 1
+        builder.store(builder.sext(raw, short_t), builder.inttoptr(args[1], short_t.as_pointer())).align = 2
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_sums(typingctx, address, width):
+    """Load `width` int32 sums as fp32."""
+    lanes = width.literal_value
+
+    def codegen(context, builder, signature, args):
+        raw = builder.load(builder.inttoptr(args[0], ir.VectorType(_I32, lanes).as_pointer()))
+        raw.align = 4
+        return builder.sitofp(raw, vector_type(lanes))
+
+    return Vec(lanes)(types.int64, width), codegen
 
 
 @intrinsic

@@ -156,3 +156,59 @@ def pv_tile(typingctx, p, p_row, v, v_row, tag, acc, acc_row, correction, num_to
 
     i64 = types.int64
     return types.void(i64, i64, i64, i64, tag, i64, i64, i64, i64, i64, cols, width), codegen
+
+
+# Lanes of 32 bits in an AVX2 register, and registers of sums that stay beside what is loaded.
+_LANES, _SUM_ROWS = 8, 6
+
+
+@intrinsic
+def madd_tile(typingctx, x, x_row, weight, sums, sums_row, num_pairs, num_rows):
+    """sums[r, c] += sum_p x[r, 2p] * weight[p, c, 0] + x[r, 2p + 1] * weight[p, c, 1], exact, for 16 channels c. AVX2 only.
+
+    x: int16, one row each `x_row` bytes; weight: int16 (num_pairs, 16, 2); sums: int32, one row each `sums_row` bytes.
+    """
+    short_t, sum_t = ir.VectorType(ir.IntType(16), 2 * _LANES), ir.VectorType(ir.IntType(32), _LANES)
+
+    def codegen(context, builder, signature, args):
+        x_, x_row_, weight_, sums_, sums_row_, pairs_, num_rows_ = args
+        madd_t = ir.FunctionType(sum_t, [short_t, short_t])
+        madd = cgutils.get_or_insert_function(builder.module, madd_t, "llvm.x86.avx2.pmadd.wd")
+
+        def emit(first, rows):
+            slots = _accumulators(builder, sum_t, rows, 2)
+            places = []
+            for r in range(rows):
+                line = _offset(builder, builder.add(sums_, builder.mul(first, sums_row_)), r, sums_row_)
+                for half in range(2):
+                    address = builder.add(line, ir.Constant(I64, half * 4 * _LANES))
+                    places.append((builder.inttoptr(address, sum_t.as_pointer()), slots[r][half]))
+            for pointer, slot in places:
+                held = builder.load(pointer)
+                held.align = 4
+                builder.store(held, slot)
+            x_first = builder.add(x_, builder.mul(first, x_row_))
+            with cgutils.for_range(builder, pairs_) as loop:
+                at = builder.add(weight_, builder.mul(loop.index, ir.Constant(I64, 8 * _LANES)))
+                halves = []
+                for half in range(2):
+                    address = builder.add(at, ir.Constant(I64, half * 4 * _LANES))
+                    loaded = builder.load(builder.inttoptr(address, short_t.as_pointer()))
+                    loaded.align = 2
+                    halves.append(loaded)
+                column = builder.add(x_first, builder.mul(loop.index, ir.Constant(I64, 4)))
+                for r in range(rows):
+                    pair = builder.load(builder.inttoptr(_offset(builder, column, r, x_row_), ir.IntType(32).as_pointer()))
+                    pair.align = 2
+                    spread = builder.bitcast(broadcast(builder, pair, _LANES), short_t)
+                    for half in range(2):
+                        product = builder.call(madd, [spread, halves[half]])
+                        builder.store(builder.add(builder.load(slots[r][half]), product), slots[r][half])
+            for pointer, slot in places:
+                builder.store(builder.load(slot), pointer).align = 4
+
+        _for_row_groups(builder, num_rows_, _SUM_ROWS, emit)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, i64, i64, i64, i64), codegen

@@ -1,8 +1,9 @@
 """Products of 8-bit integers on CPU (`--quantization int8`): a scale a weight channel, a scale a row, exact sums.
 
 A weight is quantized once, a row when it comes (`kernels.cpu.fused.quantize`), each by its own largest magnitude, so a row's
-result depends on no other row: the sums are whole numbers, exact in any order. Without VNNI a processor adds pairs of products
-in 16 bits, which hold them only if weights have 7 bits: how many levels are exact is measured, not looked up.
+result depends on no other row: the sums are whole numbers, exact in any order. Processors without AVX-512 use our own product
+(`kernels/cpu/gemm.py`), which adds in 32 bits; elsewhere it is oneDNN's. Without VNNI that one adds pairs of products in 16
+bits, which hold them only if weights have 7 bits: how many levels are exact is measured, not looked up.
 """
 
 from __future__ import annotations
@@ -14,21 +15,27 @@ from torch import nn
 
 from ..kernels.cpu import fused
 from .linear import ROW_BUCKETS
+from .panels import panels_pay
 
 # oneDNN makes a kernel for every number of rows it meets: they are kept few.
 _ROWS_STEP = 16
 
 
-def _product(rows: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor) -> torch.Tensor:
+def _library_product(rows: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor) -> torch.Tensor:
     """Return (rows - 128) @ weight^T * scales in fp32. rows (M, in_features) uint8."""
     return torch.ops.onednn.qlinear_pointwise(
         rows, 1.0, 128, packed, scales, zero_points, None, 1.0, 0, torch.float32, "none", [], ""
     )
 
 
-@lru_cache
 def weight_levels() -> int:
     """Return the largest weight whose products with any row are exact on this machine: 127, 63, or 0 where nothing is."""
+    return 127 if panels_pay() else library_levels()
+
+
+@lru_cache
+def library_levels() -> int:
+    """Return `weight_levels` of oneDNN's product."""
     size = 64
     for levels in (127, 63):
         weight = torch.full((size, size), levels, dtype=torch.int8)
@@ -36,7 +43,7 @@ def weight_levels() -> int:
         rows = torch.full((size, size), 255, dtype=torch.uint8)
         try:
             packed = torch.ops.onednn.qlinear_prepack(weight, [size, size])
-            got = _product(rows, packed, torch.ones(size), torch.zeros(size, dtype=torch.int64))
+            got = _library_product(rows, packed, torch.ones(size), torch.zeros(size, dtype=torch.int64))
         except (AttributeError, RuntimeError):
             return 0
         if torch.equal(got, (rows.float() - 128) @ weight.float().t()):
@@ -51,25 +58,32 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
+        self._ours = panels_pay()
         weight = linear.weight.detach().float()
-        levels = weight_levels()
-        scales = weight.abs().amax(dim=1) / levels
+        scales = weight.abs().amax(dim=1) / weight_levels()
         quantized = torch.round(weight / scales.clamp_min(1e-30)[:, None]).to(torch.int8)
         # Not buffers: an opaque oneDNN layout has no strides that nn.Module could handle.
-        self._operands = (
-            torch.ops.onednn.qlinear_prepack(quantized, [max(ROW_BUCKETS), self.in_features]),
-            scales,
-            torch.zeros(self.out_features, dtype=torch.int64),
-        )
+        self._operands: tuple[torch.Tensor, ...]
+        if self._ours:
+            self._operands = _panels(quantized, scales)
+        else:
+            packed = torch.ops.onednn.qlinear_prepack(quantized, [max(ROW_BUCKETS), self.in_features])
+            self._operands = (packed, scales, torch.zeros(self.out_features, dtype=torch.int64))
 
     def buckets(self) -> tuple[int, ...]:
-        """Return the numbers of rows to call with: all agree, these are few."""
-        return ROW_BUCKETS
+        """Return the numbers of rows to call with: all agree, oneDNN's are few; none where any number is as good."""
+        return () if self._ours else ROW_BUCKETS
 
     def rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the product (T, out_features) fp32 of x (T, in_features), and scales (T,) its rows are to be multiplied by."""
-        quantized, scales = fused.quantize(x)
-        product = _product(quantized, *self._operands)
+        if self._ours:
+            quantized, scales = fused.quantize(x, torch.int16)
+            product = fused.product_int8(quantized, *self._operands)
+            if product.shape[1] > self.out_features:
+                product = product[:, : self.out_features].contiguous()
+        else:
+            quantized, scales = fused.quantize(x)
+            product = _library_product(quantized, *self._operands)
         if self.bias is None:
             return product, scales
         return torch.addcmul(self.bias.float(), product, scales[:, None]), None
@@ -77,11 +91,22 @@ class Int8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
         count = rows.shape[0]
-        padded = nn.functional.pad(rows, (0, 0, 0, -count % _ROWS_STEP))
-        product, scales = self.rows(padded)
+        if not self._ours:
+            rows = nn.functional.pad(rows, (0, 0, 0, -count % _ROWS_STEP))
+        product, scales = self.rows(rows)
         if scales is not None:
             product.mul_(scales[:, None])
         return product[:count].to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+
+def _panels(quantized: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight (out_features, in_features) int8 as `gemm.product_int8` takes it, and its scales, both filled up."""
+    out_features, in_features = quantized.shape
+    num_panels = -(-out_features // fused.PANEL)
+    extra = num_panels * fused.PANEL - out_features
+    filled = nn.functional.pad(quantized, (0, 0, 0, extra))
+    panels = filled.view(num_panels, fused.PANEL, in_features // 2, 2).transpose(1, 2).contiguous()
+    return panels, nn.functional.pad(scales, (0, extra))
 
 
 def replace_linears(model: nn.Module) -> None:

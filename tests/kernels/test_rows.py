@@ -116,6 +116,8 @@ def test_quantize(dtype, width):
     restored = (got.float() - 128) * scales[:, None]
     assert ((restored - wide).abs() <= 0.5001 * scales[:, None] + 1e-30).all()
     assert got.min() >= 1
+    signed, same = fused.quantize(x, torch.int16)
+    assert torch.equal(signed, got.short() - 128) and torch.equal(same, scales)
     for value in (float("nan"), float("inf"), float("-inf")):
         broken = torch.zeros(2, width, dtype=dtype)
         broken[1, width - 1] = value

@@ -10,12 +10,23 @@ from torch import nn
 from pagedgen.config import EngineConfig
 from pagedgen.engine.opened import open_model
 from pagedgen.errors import UsageError
+from pagedgen.machine import cpu_flags
+from pagedgen.model import int8
 from pagedgen.model.decoder import FusedDecoder
-from pagedgen.model.int8 import Int8Linear, weight_levels
+from pagedgen.model.int8 import Int8Linear, library_levels, weight_levels
 from pagedgen.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.skipif(weight_levels() == 0, reason="torch has no 8-bit products here")
+pytestmark = pytest.mark.skipif(library_levels() == 0, reason="torch has no 8-bit products here")
 SHAPES = [(960, 576), (64, 1536), (33, 60), (263, 64)]
+
+
+@pytest.fixture(params=["oneDNN's product", "our product"], autouse=True)
+def products(request, monkeypatch):
+    """Every test with both, whichever this machine would choose."""
+    ours = request.param == "our product"
+    if ours and "avx2" not in cpu_flags():
+        pytest.skip("needs AVX2")
+    monkeypatch.setattr(int8, "panels_pay", lambda: ours)
 
 
 def slow_twin(linear, x):
