@@ -40,7 +40,7 @@ def product(x, packed, bias, out, num_rows, in_features, num_panels, rows_per_it
         sums = np.empty((rows_per_item, PANEL), np.float32)
         ones = np.ones(rows_per_item, np.float32)
         for item in range(num_items * thread // num_threads, num_items * (thread + 1) // num_threads):
-            panel, first = item // row_items, item % row_items * rows_per_item
+            panel, first = item % num_panels, item // num_panels * rows_per_item
             count = min(rows_per_item, num_rows - first)
             sums[:count] = 0
             for start in range(0, in_features, _DEPTH):
@@ -76,7 +76,7 @@ def product_int8(x, packed, scales, out, num_rows, in_features, num_panels, rows
         slice_buf = np.empty(2 * depth * PANEL, np.int16)
         sums = np.empty((rows_per_item, PANEL), np.int32)
         for item in range(num_items * thread // num_threads, num_items * (thread + 1) // num_threads):
-            panel, first = item // row_items, item % row_items * rows_per_item
+            panel, first = item % num_panels, item // num_panels * rows_per_item
             count = min(rows_per_item, num_rows - first)
             sums[:count] = 0
             for start in range(0, num_pairs, depth):
