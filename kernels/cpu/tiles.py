@@ -188,15 +188,16 @@ def madd_tile(typingctx, x, x_row, weight, sums, sums_row, num_pairs, num_rows):
                 held.align = 4
                 builder.store(held, slot)
             x_first = builder.add(x_, builder.mul(first, x_row_))
-            with cgutils.for_range(builder, pairs_) as loop:
-                at = builder.add(weight_, builder.mul(loop.index, ir.Constant(I64, 8 * _LANES)))
+
+            def add_pair(index):
+                at = builder.add(weight_, builder.mul(index, ir.Constant(I64, 8 * _LANES)))
                 halves = []
                 for half in range(2):
                     address = builder.add(at, ir.Constant(I64, half * 4 * _LANES))
                     loaded = builder.load(builder.inttoptr(address, short_t.as_pointer()))
                     loaded.align = 2
                     halves.append(loaded)
-                column = builder.add(x_first, builder.mul(loop.index, ir.Constant(I64, 4)))
+                column = builder.add(x_first, builder.mul(index, ir.Constant(I64, 4)))
                 for r in range(rows):
                     pair = builder.load(builder.inttoptr(_offset(builder, column, r, x_row_), ir.IntType(32).as_pointer()))
                     pair.align = 2
@@ -204,6 +205,14 @@ def madd_tile(typingctx, x, x_row, weight, sums, sums_row, num_pairs, num_rows):
                     for half in range(2):
                         product = builder.call(madd, [spread, halves[half]])
                         builder.store(builder.add(builder.load(slots[r][half]), product), slots[r][half])
+
+            two, one = ir.Constant(I64, 2), ir.Constant(I64, 1)
+            with cgutils.for_range(builder, builder.sdiv(pairs_, two)) as loop:
+                first_pair = builder.mul(loop.index, two)
+                add_pair(first_pair)
+                add_pair(builder.add(first_pair, one))
+            with builder.if_then(builder.icmp_signed("==", builder.srem(pairs_, two), one)):
+                add_pair(builder.sub(pairs_, one))
             for pointer, slot in places:
                 builder.store(builder.load(slot), pointer).align = 4
 
