@@ -18,7 +18,7 @@ from torch import nn
 
 from ..kernels.cpu import fused
 from .attention import AttentionStep, attend
-from .int8 import Int8Linear
+from .int8 import Int8Linear, is_quantized
 from .linear import RowInvariantLinear, RowInvariantProduct, common_buckets, split_rows
 from .panels import PanelLinear, panels_pay
 
@@ -82,10 +82,11 @@ class FusedDecoder:
 
     def __init__(self, model: Any, quantization: str = "none"):
         invariant = RowInvariantProduct()
+        inner = model.config.intermediate_size
 
         def product(*linears: nn.Linear) -> Product:
             joined = _joined(*linears) if len(linears) > 1 else linears[0]
-            if quantization == "int8":
+            if quantization == "int8" and is_quantized(joined, inner):
                 return Int8Linear(joined)
             return PanelLinear(joined) if panels_pay() else RowInvariantLinear(joined, invariant)
 
@@ -94,7 +95,7 @@ class FusedDecoder:
         self._dtype = model.dtype
         self._eps = float(model.config.rms_norm_eps)
         self._heads = (model.config.num_attention_heads, model.config.num_key_value_heads, int(attention.head_dim))
-        self._intermediate = decoder.layers[0].mlp.down_proj.in_features
+        self._intermediate = inner
         self._embedding = decoder.embed_tokens.weight.detach()
         self._rotary = decoder.rotary_emb
         self._head = product(model.lm_head)

@@ -22,7 +22,7 @@ from ..machine import cpu_flags
 from . import attention, demo
 from .decoder import FusedDecoder, can_fuse
 from .forward import Forward, ModuleForward
-from .int8 import replace_linears, weight_levels
+from .int8 import is_quantized, replace_linears, weight_levels
 from .linear import make_row_invariant
 from .spec import DTYPE_BYTES, ModelSpec
 
@@ -284,7 +284,8 @@ def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[in
     embeddings: Any = model
     head = embeddings.get_output_embeddings()
     tied_head = head is not None and head.weight is embeddings.get_input_embeddings().weight
-    weights_bytes, head_bytes = _weights_bytes(model, head, dtype, quantization)
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    weights_bytes, head_bytes = _weights_bytes(model, head, dtype, quantization, inner)
     return ModelSpec(
         model_type=config.model_type,
         dtype=dtype,
@@ -294,7 +295,7 @@ def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[in
         num_kv_heads=kv_heads,
         head_dim=key_dim,
         hidden_size=text.hidden_size,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate_size=inner,
         vocab_size=text.vocab_size,
         max_model_len=max_model_len,
         max_model_len_limited_by=limited_by,
@@ -306,13 +307,13 @@ def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[in
     )
 
 
-def _weights_bytes(model: Any, head: Any, dtype: str, quantization: str) -> tuple[int, int]:
+def _weights_bytes(model: Any, head: Any, dtype: str, quantization: str, intermediate_size: int) -> tuple[int, int]:
     """Return the bytes of all weights, tied ones counted once, and of the output head as it is run."""
     sizes = {id(p): p.numel() * DTYPE_BYTES[dtype] for p in model.parameters()}
     head_bytes = 0 if head is None else sizes[id(head.weight)]
     if quantization == "int8":
         embedding = model.get_input_embeddings().weight
-        for module in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
+        for module in (m for m in model.modules() if isinstance(m, torch.nn.Linear) and is_quantized(m, intermediate_size)):
             packed = module.weight.numel() + 4 * module.out_features
             if module is head:
                 head_bytes = packed
@@ -406,5 +407,5 @@ def load_model(files: ModelFiles, config: Any, spec: ModelSpec, device: str, *, 
     if fused and can_fuse(model):
         return FusedDecoder(model, spec.quantization)
     if spec.quantization == "int8":
-        replace_linears(model)
+        replace_linears(model, spec.intermediate_size)
     return ModuleForward(model, make_row_invariant(model) if row_invariant else {})

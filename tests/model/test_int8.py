@@ -123,12 +123,25 @@ def test_plan_counts_the_bytes_that_are_held(tiny_model, tied):
     model = str(tiny_model("llama", tie_word_embeddings=tied))
     plain = open_model(EngineConfig(model=model, dtype="float32")).spec
     quantized = open_model(EngineConfig(model=model, dtype="float32", quantization="int8")).spec
-    linears = 3 * (64 * 64 * 2 + 32 * 64 * 2 + 96 * 64 * 3)
-    channels = 3 * (64 * 2 + 32 * 2 + 96 * 2 + 64)
+    linears = 3 * (64 * 64 * 2 + 32 * 64 * 2 + 96 * 64 * 2)  # the maps back from the feed-forward network stay
+    channels = 3 * (64 * 2 + 32 * 2 + 96 * 2)
     head, head_channels = 263 * 64, 263
     saved = 3 * linears - 4 * channels + (0 if tied else 3 * head - 4 * head_channels)
     assert plain.weights_bytes - quantized.weights_bytes == saved
     assert quantized.tied_head_bytes == (head + 4 * head_channels if tied else 0)
+
+
+def test_maps_back_from_the_feed_forward_network_keep_their_numbers(tiny_model, engine_run):
+    for family, kept in (("llama", 3), ("gemma2", 3)):
+        forward = engine_run(tiny_model(family), quantization="int8").engine.runner._model
+        products = (
+            [getattr(layer, name) for layer in forward._layers for name in ("qkv", "out", "gate_up", "down")]
+            if isinstance(forward, FusedDecoder)
+            else [m for m in forward._model.modules() if hasattr(m, "buckets")]
+        )
+        wide = [p for p in products if p.in_features == 96]
+        assert len(wide) == kept and not any(isinstance(p, Int8Linear) for p in wide)
+        assert all(isinstance(p, Int8Linear) for p in products if p.in_features != 96)
 
 
 def test_other_devices_and_names_are_refused(tiny_model):
