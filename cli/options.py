@@ -111,7 +111,7 @@ KvCacheDtype = Annotated[
 Quantization = Annotated[
     str,
     typer.Option(
-        help="none, or int8 (on CPU): linear maps with 8-bit weights and inputs; faster, with other answers of about the same quality.",
+        help="none, or int8 (on CPU): most linear maps with 8-bit weights and inputs; faster, with other answers.",
         rich_help_panel=MODEL,
     ),
 ]
