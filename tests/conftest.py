@@ -16,12 +16,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as pagedgen.threads.prepare, before any test imports torch
 
+os.environ.setdefault("NUMBA_NUM_THREADS", str(max(2, len(os.sched_getaffinity(0)))))  # tests about threads ask for two
+
 # Side by side (pytest -n), each worker and what it starts has one core: two programs whose threads wait for each other on
-# the same cores are many times slower. Tests about threads still ask for two.
+# the same cores are many times slower.
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 if _WORKER.startswith("gw"):
     _CORES = sorted(os.sched_getaffinity(0))
-    os.environ.setdefault("NUMBA_NUM_THREADS", str(max(2, len(_CORES))))
     os.sched_setaffinity(0, {_CORES[int(_WORKER[2:]) % len(_CORES)]})
 
 import pytest

@@ -15,7 +15,6 @@ from . import load_kernels
 
 _F32 = np.empty(0, np.float32)
 _UINT8, _INT16 = np.empty(0, np.uint8), np.empty(0, np.int16)
-PANEL = 16  # output channels that a packed weight keeps together, see `gemm.py`
 _ROWS_PER_ITEM = 128  # of a product: their inputs of one slice stay in the L2 cache
 # What tells a compiled kernel the dtype behind an address (see `simd.py`).
 TAGS: dict[torch.dtype, np.ndarray[Any, Any]] = {
@@ -109,11 +108,22 @@ def silu_mul(gate_up: torch.Tensor, scales: torch.Tensor | None, out: torch.Tens
     )
 
 
+def pack(weight: torch.Tensor, together: int = 1) -> torch.Tensor:
+    """Return a weight (N, C) in panels of 16 output channels, filled up with zeros: (P, C / together, 16, together).
+
+    Input channels that are multiplied `together` lie side by side, see `gemm.py`.
+    """
+    width = load_kernels("gemm")[0].PANEL
+    out_features, in_features = weight.shape
+    filled = torch.nn.functional.pad(weight, (0, 0, 0, -out_features % width))
+    return filled.view(-1, width, in_features // together, together).transpose(1, 2).contiguous()
+
+
 def product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return x @ weight^T + bias in `dtype`, (T, P * 16). x (T, C) fp32, packed (P, C, 16) floats, bias (P * 16,) fp32."""
+    """Return x @ weight^T + bias in `dtype`, (T, P * 16). x (T, C) fp32, packed (P, C, 16, 1) floats, bias (P * 16,) fp32."""
     kernels, num_threads = load_kernels("gemm")
-    num_panels, in_features, _ = packed.shape
-    out = torch.empty(x.shape[0], num_panels * PANEL, dtype=dtype)
+    num_panels, in_features, width, _ = packed.shape
+    out = torch.empty(x.shape[0], num_panels * width, dtype=dtype)
     kernels.product(
         x.data_ptr(),
         packed.data_ptr(),
@@ -134,15 +144,15 @@ def product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, dt
 def product_int8(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return x @ weight^T * scales, (T, P * 16) fp32. x (T, C) int16, packed (P, C / 2, 16, 2) int8, scales (P * 16,) fp32."""
     kernels, num_threads = load_kernels("gemm")
-    num_panels, in_features = packed.shape[0], x.shape[1]
-    out = torch.empty(x.shape[0], num_panels * PANEL)
+    num_panels, _, width, _ = packed.shape
+    out = torch.empty(x.shape[0], num_panels * width)
     kernels.product_int8(
         x.data_ptr(),
         packed.data_ptr(),
         scales.numpy(),
         out.data_ptr(),
         x.shape[0],
-        in_features,
+        x.shape[1],
         num_panels,
         _ROWS_PER_ITEM,
         num_threads,
@@ -154,7 +164,7 @@ def product_int8(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) ->
 def quantize(x: torch.Tensor, dtype: torch.dtype = torch.uint8) -> tuple[torch.Tensor, torch.Tensor]:
     """Round each row of x (T, C) to 255 levels: return them and scales (T,) fp32 with x = levels * scale.
 
-    As int16 the levels are from -127 to 127, as uint8 128 stands for 0. C is a multiple of 4. A row that holds a NaN or an
+    As int16 the levels are from -127 to 127, as uint8 128 stands for 0. C is at least 4. A row that holds a NaN or an
     infinity has a NaN for its scale.
     """
     kernels, num_threads = load_kernels("rows")

@@ -55,11 +55,10 @@ def product(x, packed, bias, out, num_rows, in_features, num_panels, rows_per_it
                 )  # fmt: skip
             for r in range(count):
                 target = out + ((first + r) * num_panels + panel) * PANEL * out_tag.itemsize
-                for c in range(0, PANEL, 16):
-                    total = load(sums.ctypes.data + (r * PANEL + c) * 4, f32, 16)
-                    if bias.shape[0] > 0:
-                        total = vadd(total, load(bias.ctypes.data + (panel * PANEL + c) * 4, f32, 16))
-                    store(target + c * out_tag.itemsize, total, out_tag)
+                total = load(sums.ctypes.data + r * PANEL * 4, f32, 16)
+                if bias.shape[0] > 0:
+                    total = vadd(total, load(bias.ctypes.data + panel * PANEL * 4, f32, 16))
+                store(target, total, out_tag)
 
 
 @locked

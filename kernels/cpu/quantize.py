@@ -13,32 +13,32 @@ from ..disk_cache import locked
 from .simd import copy_element, hmax, hsum, load, splat, store, vadd, vdiv, vmax, vmul, vsub
 
 
-def _make_quantize_head(width):
-    """Build the quantization of one head by `width`-lane vectors (width is a compile-time constant)."""
+def make_quantize(width, put):
+    """Build the quantization of contiguous elements by `width`-lane vectors, stored by `put` (both compile-time constants)."""
 
-    def quantize_head(source, codes, head_dim, tag, code_tag):
-        """Write a head's codes, contiguous, and return its scale. The last vector may overlap its neighbour."""
+    def quantize(source, codes, count, tag, code_tag):
+        """Write the codes of `count` elements and return their scale. The last vector may overlap its neighbour."""
         zero = splat(np.float32(0), width)
         top, odd = zero, zero
-        for c in range((head_dim + width - 1) // width):
-            x = load(source + min(c * width, head_dim - width) * tag.itemsize, tag, width)
+        for c in range((count + width - 1) // width):
+            x = load(source + min(c * width, count - width) * tag.itemsize, tag, width)
             top = vmax(top, vmax(x, vsub(zero, x)))
             odd = vadd(odd, vmul(x, zero))  # 0, or NaN for a NaN or an infinity: a maximum can lose the former
         scale = hmax(top) / np.float32(127) + hsum(odd)
-        for c in range((head_dim + width - 1) // width):
-            first = min(c * width, head_dim - width)
+        for c in range((count + width - 1) // width):
+            first = min(c * width, count - width)
             x = zero
             if scale > np.float32(0):
                 x = vdiv(load(source + first * tag.itemsize, tag, width), splat(scale, width))
-            store(codes + first, x, code_tag)
+            put(codes + first * code_tag.itemsize, x, code_tag)
         return scale
 
-    quantize_head.__qualname__ = f"quantize_head_{width}"  # see kernels._make_softmax_row
-    return njit(boundscheck=False, error_model="numpy")(quantize_head)
+    quantize.__qualname__ = f"quantize_{width}_{put.__name__}"  # see kernels._make_softmax_row
+    return njit(boundscheck=False, error_model="numpy")(quantize)
 
 
-_quantize_head_16 = _make_quantize_head(16)
-_quantize_head_4 = _make_quantize_head(4)
+_quantize_head_16 = make_quantize(16, store)
+_quantize_head_4 = make_quantize(4, store)
 
 
 @njit(boundscheck=False, error_model="numpy")

@@ -11,7 +11,8 @@ import numpy as np
 from numba import njit, prange
 
 from ..disk_cache import locked
-from .simd import hmax, hsum, load, splat, store, store_whole, vadd, vdiv, vexp, vmax, vmul, vsub
+from .quantize import make_quantize
+from .simd import hsum, load, splat, store, store_whole, vadd, vdiv, vexp, vmul, vsub
 
 
 @njit(boundscheck=False, error_model="numpy")
@@ -126,30 +127,8 @@ def silu_mul(gate_up, scales, out, num_rows, width, num_threads, gate_up_tag, ta
                 store(o + c * tag.itemsize, vmul(vdiv(g, vadd(one, vexp(vsub(zero, g)))), u), tag)
 
 
-def _make_quantize_row(lanes):
-    """Build the quantization of one row by vectors of `lanes` (a compile-time constant)."""
-
-    def quantize_row(source, target, width, tag, out_tag):
-        """Write the row's whole numbers and return its scale."""
-        zero = splat(np.float32(0), lanes)
-        largest, poison = zero, zero
-        for c in range(0, width, lanes):
-            v = load(source + c * tag.itemsize, tag, lanes)
-            largest = vmax(largest, vmax(v, vsub(zero, v)))
-            poison = vadd(poison, vsub(v, v))  # NaN if any element is NaN or infinite
-        top = hmax(largest)
-        factor = splat(np.float32(127) / top if top > np.float32(1e-30) else np.float32(0), lanes)
-        for c in range(0, width, lanes):
-            v = load(source + c * tag.itemsize, tag, lanes)
-            store_whole(target + c * out_tag.itemsize, vmul(v, factor), out_tag)
-        return top / np.float32(127) + hsum(poison)
-
-    quantize_row.__qualname__ = f"quantize_row_{lanes}"  # see kernels.py: numba names compiled code by it
-    return njit(boundscheck=False, error_model="numpy")(quantize_row)
-
-
-_quantize_row_16 = _make_quantize_row(16)
-_quantize_row_4 = _make_quantize_row(4)
+_quantize_row_16 = make_quantize(16, store_whole)
+_quantize_row_4 = make_quantize(4, store_whole)
 
 
 @locked
@@ -158,13 +137,12 @@ def quantize(x, out, scales, num_rows, width, num_threads, tag, out_tag):
     """Round each row to 255 levels: x = out * scale, the row's largest magnitude at 127; as uint8, out has 128 for 0.
 
     x (rows, width) of the tag's dtype, out (rows, width) of the other tag's, int16 or uint8: addresses; scales (rows,) fp32 is
-    written. A row that holds a NaN or an infinity has a NaN for its scale, and anything for its numbers. `width` is a multiple
-    of 4.
+    written. A row that holds a NaN or an infinity has a NaN for its scale. `width` is at least 4.
     """
     for thread in prange(num_threads):
         for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
             source, target = x + r * width * tag.itemsize, out + r * width * out_tag.itemsize
-            if width % 16:
+            if width < 16:
                 scales[r] = _quantize_row_4(source, target, width, tag, out_tag)
             else:
                 scales[r] = _quantize_row_16(source, target, width, tag, out_tag)

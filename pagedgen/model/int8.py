@@ -65,7 +65,9 @@ class Int8Linear(nn.Module):
         # Not buffers: an opaque oneDNN layout has no strides that nn.Module could handle.
         self._operands: tuple[torch.Tensor, ...]
         if self._ours:
-            self._operands = _panels(quantized, scales)
+            panels = fused.pack(quantized, together=2)
+            extra = panels.shape[0] * panels.shape[2] - self.out_features
+            self._operands = (panels, nn.functional.pad(scales, (0, extra)))
         else:
             packed = torch.ops.onednn.qlinear_prepack(quantized, [max(ROW_BUCKETS), self.in_features])
             self._operands = (packed, scales, torch.zeros(self.out_features, dtype=torch.int64))
@@ -97,16 +99,6 @@ class Int8Linear(nn.Module):
         if scales is not None:
             product.mul_(scales[:, None])
         return product[:count].to(x.dtype).reshape(*x.shape[:-1], self.out_features)
-
-
-def _panels(quantized: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight (out_features, in_features) int8 as `gemm.product_int8` takes it, and its scales, both filled up."""
-    out_features, in_features = quantized.shape
-    num_panels = -(-out_features // fused.PANEL)
-    extra = num_panels * fused.PANEL - out_features
-    filled = nn.functional.pad(quantized, (0, 0, 0, extra))
-    panels = filled.view(num_panels, fused.PANEL, in_features // 2, 2).transpose(1, 2).contiguous()
-    return panels, nn.functional.pad(scales, (0, extra))
 
 
 def is_quantized(linear: nn.Linear, intermediate_size: int) -> bool:

@@ -27,11 +27,9 @@ class PanelLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        channels = -(-self.out_features // fused.PANEL) * fused.PANEL
-        extra = (0, channels - self.out_features)
-        weight = nn.functional.pad(_smallest(linear.weight.detach()), (0, 0, *extra))
-        panels = weight.view(channels // fused.PANEL, fused.PANEL, self.in_features).transpose(1, 2).contiguous()
-        wide_bias = None if self.bias is None else nn.functional.pad(self.bias.detach().float(), extra)
+        panels = fused.pack(_smallest(linear.weight.detach()))
+        extra = panels.shape[0] * panels.shape[2] - self.out_features
+        wide_bias = None if self.bias is None else nn.functional.pad(self.bias.detach().float(), (0, extra))
         # Not parameters: their shape is nobody else's business.
         self._operands = (panels, wide_bias)
 

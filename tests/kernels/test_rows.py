@@ -97,7 +97,7 @@ def test_a_rows_bits_depend_on_nothing_but_the_row():
     whole = run(list(range(37)))
     before = numba.get_num_threads()
     try:
-        for threads in {1, before}:
+        for threads in (1, 2):
             numba.set_num_threads(threads)
             for rows in ([5], [36, 0, 11], list(range(10, 30))):
                 assert torch.equal(run(rows), whole[rows])

@@ -35,7 +35,7 @@ def slow_twin(linear, x):
     w_scale = (linear.weight.float().abs().amax(dim=1) / weight_levels()).double()
     w = torch.round(linear.weight.float() / w_scale.float()[:, None]).double()
     x_scale = x.float().abs().amax(dim=1) / 127
-    quantized = torch.round(x.float() * (127 / x.float().abs().amax(dim=1))[:, None]).double()
+    quantized = torch.round(x.float() / x_scale[:, None]).double()
     out = quantized @ w.t() * w_scale * x_scale.double()[:, None]
     assert weight.shape == w.shape
     return out if linear.bias is None else out + linear.bias.double()
