@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import os
 import tempfile
 from collections.abc import Iterable
 from functools import lru_cache
@@ -13,19 +12,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..machine import cache_root
+
 
 def _cache_dir(sources: Iterable[Path]) -> Path:
     """Where compiled functions are kept: named by a hash of their sources, since numba looks at the calling file only.
 
-    `$PAGEDGEN_CACHE`, else the XDG cache (as `machine.cache_root`, which kernels must not import), else a temporary
-    directory where neither can be written.
+    In pagedgen's cache, or a temporary directory where that can't be written.
     """
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
-    xdg = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = Path(os.environ.get("PAGEDGEN_CACHE") or Path(xdg) / "pagedgen")
-    path = root / "numba" / digest.hexdigest()[:16]
+    path = cache_root() / "numba" / digest.hexdigest()[:16]
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

@@ -226,6 +226,21 @@ def eager_admission(monkeypatch):
     monkeypatch.setattr(Admission, "fits", lambda self, *row: True)
 
 
+@pytest.fixture
+def always_worth_it(monkeypatch):
+    """Moving is always cheaper than computing again: tiny models compute a block quicker than a disk gives it back."""
+    from pagedgen.engine.engine import Engine
+    from pagedgen.engine.tiers import Tier
+
+    original = Engine._tiers_worth_using
+
+    def worth(self, plan, on_note):
+        self._round_trip_s = {Tier.HOST: 0.0, Tier.DISK: 0.0}
+        return original(self, plan, on_note)
+
+    monkeypatch.setattr(Engine, "_tiers_worth_using", worth)
+
+
 @pytest.fixture(scope="session")
 def engine_run():
     return EngineRun

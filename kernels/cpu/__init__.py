@@ -8,14 +8,15 @@ from types import ModuleType
 from ..compiled import import_compiled
 
 _SOURCES = {
-    "kernels": ("simd.py", "tiles.py", "quantize.py", "kernels.py"),
+    "kernels": ("simd.py", "tiles.py", "kernels.py"),
+    "write": ("simd.py", "quantize.py", "write.py"),
     "rows": ("simd.py", "quantize.py", "rows.py"),
     "gemm": ("simd.py", "tiles.py", "gemm.py"),
 }
 
 
 def load_kernels(name: str = "kernels") -> tuple[ModuleType, int]:
-    """Return a module of compiled kernels, `kernels`, `rows` or `gemm`, and the number of threads numba is set to."""
+    """Return a module of compiled kernels, `_SOURCES` names them, and the number of threads numba is set to."""
     import numba  # only where kernels run: a plan or a GPU needs none of it
 
     return _module(name), numba.get_num_threads()

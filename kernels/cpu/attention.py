@@ -1,4 +1,4 @@
-"""The CPU backend: the signatures of `api.Backend` over the compiled kernels of `kernels.py`.
+"""The CPU backend: the signatures of `api.Backend` over the compiled `kernels.py` and `write.py`.
 
 K is stored transposed inside its block, `(head_dim, block_size)`; the caller passes the transpose view, so shapes are the
 same everywhere and only strides differ. fp32, bf16 and fp16 tensors, int8 caches beside them; fp32 arithmetic throughout. Numba
@@ -24,7 +24,7 @@ _ROWS_PER_ITEM = 32
 # Where rows share blocks, items are the larger the more blocks are read once; so many are left that threads end together.
 _ITEMS_PER_THREAD = 2
 
-_F32, _INT8 = TAGS[torch.float32], TAGS[torch.int8]
+_F32 = TAGS[torch.float32]
 
 
 def _byte_strides(tensor: torch.Tensor, *dims: int) -> tuple[int, ...]:
@@ -66,20 +66,27 @@ def write_kv(
     quantizes = key_cache.dtype == value_cache.dtype == torch.int8
     if key.dtype != value.dtype or not (quantizes or key.dtype == key_cache.dtype == value_cache.dtype):
         raise ValueError(f"write_kv copies bits: {key.dtype} and {value.dtype} don't fit a pool of {key_cache.dtype}")
-    kernels, num_threads = load_kernels()
-    sources = (key.data_ptr(), _byte_strides(key, 0, 1), value.data_ptr(), _byte_strides(value, 0, 1))
-    caches = (
+    kernels, num_threads = load_kernels("write")
+    kernels.store_kv(
+        key.data_ptr(),
+        _byte_strides(key, 0, 1),
+        value.data_ptr(),
+        _byte_strides(value, 0, 1),
         key_cache.data_ptr(),
         _byte_strides(key_cache, 0, 1, 2, 3),
         value_cache.data_ptr(),
         _byte_strides(value_cache, 0, 1, 2, 3),
+        _scale_strides(key_cache, key_scales),
+        _scale_strides(value_cache, value_scales),
+        slot_mapping.numpy(),
+        key.shape[1],
+        key.shape[2],
+        key_cache.shape[2],
+        num_threads,
+        TAGS[key.dtype],
+        TAGS[key_cache.dtype],
+        _F32,
     )
-    shape = (slot_mapping.numpy(), key.shape[1], key.shape[2], key_cache.shape[2], num_threads)
-    if quantizes:
-        scales = (_scale_strides(key_cache, key_scales), _scale_strides(value_cache, value_scales))
-        kernels.store_kv_int8(*sources, *caches, *scales, *shape, TAGS[key.dtype], _INT8, _F32)
-    else:
-        kernels.store_kv(*sources, *caches, *shape, TAGS[key_cache.dtype])
 
 
 def paged_prefill(

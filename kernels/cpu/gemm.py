@@ -25,6 +25,19 @@ def _widen(source, target, count, tag, f32):
         store(target + i * 4, load(source + i * tag.itemsize, tag, 16), f32)
 
 
+@njit(boundscheck=False, error_model="numpy")
+def _num_items(num_panels, num_rows, rows_per_item):
+    """How many work items a product has: a panel each for a block of rows, all panels of one block before the next."""
+    return num_panels * ((num_rows + rows_per_item - 1) // rows_per_item)
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _item(item, num_panels, num_rows, rows_per_item):
+    """An item's panel, first row and number of rows."""
+    first = item // num_panels * rows_per_item
+    return item % num_panels, first, min(rows_per_item, num_rows - first)
+
+
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
 def product(x, packed, bias, out, num_rows, in_features, num_panels, rows_per_item, num_threads, weight_tag, out_tag, f32):
@@ -33,15 +46,13 @@ def product(x, packed, bias, out, num_rows, in_features, num_panels, rows_per_it
     x (rows, in_features) fp32, packed (num_panels, in_features, 16) of the weight tag's dtype, out (rows, num_panels * 16) of
     the other tag's: addresses of contiguous arrays. bias (num_panels * 16,) fp32 or empty.
     """
-    row_items = (num_rows + rows_per_item - 1) // rows_per_item
-    num_items = num_panels * row_items
+    num_items = _num_items(num_panels, num_rows, rows_per_item)
     for thread in prange(num_threads):
         slice_buf = np.empty(_DEPTH * PANEL, np.float32)
         sums = np.empty((rows_per_item, PANEL), np.float32)
         ones = np.ones(rows_per_item, np.float32)
         for item in range(num_items * thread // num_threads, num_items * (thread + 1) // num_threads):
-            panel, first = item % num_panels, item // num_panels * rows_per_item
-            count = min(rows_per_item, num_rows - first)
+            panel, first, count = _item(item, num_panels, num_rows, rows_per_item)
             sums[:count] = 0
             for start in range(0, in_features, _DEPTH):
                 depth = min(_DEPTH, in_features - start)
@@ -69,14 +80,12 @@ def product_int8(x, packed, scales, out, num_rows, in_features, num_panels, rows
     x (rows, in_features) int16 of magnitudes to 127, packed (num_panels, in_features / 2, 16, 2) int8, out (rows, num_panels *
     16) fp32: addresses of contiguous arrays. scales (num_panels * 16,) fp32. in_features is even and below 2**17.
     """
-    row_items = (num_rows + rows_per_item - 1) // rows_per_item
-    num_items, num_pairs, depth = num_panels * row_items, in_features // 2, _DEPTH
+    num_items, num_pairs, depth = _num_items(num_panels, num_rows, rows_per_item), in_features // 2, _DEPTH
     for thread in prange(num_threads):
         slice_buf = np.empty(2 * depth * PANEL, np.int16)
         sums = np.empty((rows_per_item, PANEL), np.int32)
         for item in range(num_items * thread // num_threads, num_items * (thread + 1) // num_threads):
-            panel, first = item % num_panels, item // num_panels * rows_per_item
-            count = min(rows_per_item, num_rows - first)
+            panel, first, count = _item(item, num_panels, num_rows, rows_per_item)
             sums[:count] = 0
             for start in range(0, num_pairs, depth):
                 pairs = min(depth, num_pairs - start)

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: paged attention for any mix of queries, and the K/V write.
+"""The compiled attention of the CPU: for any mix of queries, over blocks of K and V.
 
 One attention kernel serves prefill, chunks and decode. A *work item* is one KV head of up to `queries_per_item` consecutive
 queries of a row, or of as many decoding rows that begin with the same blocks; the GQA group's heads ride along, so that each
@@ -16,9 +16,7 @@ import numpy as np
 from numba import njit, prange
 
 from ..disk_cache import locked
-from .quantize import store_kv_int8 as store_kv_int8
 from .simd import (
-    copy_element,
     hmax,
     hsum,
     is_int8,
@@ -360,27 +358,3 @@ def attend(
                     total = total * factor + hmax(vexp(splat(sinks[head] - top, 4)))
                 target = out + token * out_strides[0] + head * out_strides[1]
                 _store_output(acc_addr + r * acc_row, target, head_dim, factor / total, q_tag, f32)
-
-
-@locked
-@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
-def store_kv(
-    key, key_src_strides, value, value_src_strides, key_cache, key_strides, value_cache, value_strides, slot_mapping,
-    num_kv_heads, head_dim, block_size, num_threads, tag,
-):  # fmt: skip
-    """Copy each token's K and V to its slot. Source strides in bytes (token, head); cache strides (block, head, token, dim)."""
-    num_tokens = slot_mapping.shape[0]
-    for thread in prange(num_threads):
-        for t in range(num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads):
-            slot = slot_mapping[t]
-            if slot < 0:
-                continue
-            block, offset = slot // block_size, slot % block_size
-            for h in range(num_kv_heads):
-                k_src = key + t * key_src_strides[0] + h * key_src_strides[1]
-                v_src = value + t * value_src_strides[0] + h * value_src_strides[1]
-                k_dst = key_cache + block * key_strides[0] + h * key_strides[1] + offset * key_strides[2]
-                v_dst = value_cache + block * value_strides[0] + h * value_strides[1] + offset * value_strides[2]
-                for d in range(head_dim):
-                    copy_element(k_dst + d * key_strides[3], k_src + d * tag.itemsize, tag)
-                    copy_element(v_dst + d * value_strides[3], v_src + d * tag.itemsize, tag)

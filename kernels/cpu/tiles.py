@@ -63,6 +63,30 @@ def _for_row_groups(builder, num_rows, largest, emit):
             group(rows)
 
 
+def _load_columns(builder, line, name, num_cols, lanes):
+    """Load neighbouring vectors of a stored dtype."""
+    step = lanes * ITEM_BYTES[name]
+    return [load_widened(builder, builder.add(line, ir.Constant(I64, c * step)), name, lanes) for c in range(num_cols)]
+
+
+def _add_products(builder, column, row_stride, vectors, slots):
+    """slots[r][c] += (the fp32 at `column` of row r) * vectors[c]."""
+    for r, line in enumerate(slots):
+        scalar = builder.load(builder.inttoptr(_offset(builder, column, r, row_stride), F32.as_pointer()))
+        spread = broadcast(builder, scalar, vectors[0].type.count)
+        for vector, slot in zip(vectors, line, strict=True):
+            builder.store(fma(builder, spread, vector, builder.load(slot)), slot)
+
+
+def _store_sums(builder, first, row_stride, slots):
+    """Store each row's sums side by side as fp32."""
+    for r, line in enumerate(slots):
+        address = _offset(builder, first, r, row_stride)
+        for c, slot in enumerate(line):
+            value = builder.load(slot)
+            store_narrowed(builder, builder.add(address, ir.Constant(I64, c * 4 * value.type.count)), value, "float32")
+
+
 @intrinsic(prefer_literal=True)
 def qk_tile(typingctx, q, q_row, k, k_row, tag, scores, scores_row, depth, num_rows, cols, width):
     """scores[r, c] = sum_d q[r, d] * k[d, c] for `num_rows` rows and `cols` vectors of `width` tokens, kept in registers.
@@ -72,7 +96,6 @@ def qk_tile(typingctx, q, q_row, k, k_row, tag, scores, scores_row, depth, num_r
     """
     num_cols, lanes = cols.literal_value, width.literal_value
     name = dtype_name(tag)
-    itemsize = ITEM_BYTES[name]
 
     def codegen(context, builder, signature, args):
         q_, q_row_, k_, k_row_, _, s_, s_row_, depth_, num_rows_ = args[:9]
@@ -84,22 +107,11 @@ def qk_tile(typingctx, q, q_row, k, k_row, tag, scores, scores_row, depth, num_r
             q_first = builder.add(q_, builder.mul(first, q_row_))
             with cgutils.for_range(builder, depth_) as loop:
                 k_line = builder.add(k_, builder.mul(loop.index, k_row_))
-                keys = [
-                    load_widened(builder, builder.add(k_line, ir.Constant(I64, c * lanes * itemsize)), name, lanes)
-                    for c in range(num_cols)
-                ]
+                keys = _load_columns(builder, k_line, name, num_cols, lanes)
                 q_column = builder.add(q_first, builder.mul(loop.index, ir.Constant(I64, 4)))
-                for r in range(rows):
-                    scalar = builder.load(builder.inttoptr(_offset(builder, q_column, r, q_row_), F32.as_pointer()))
-                    spread = broadcast(builder, scalar, lanes)
-                    for c in range(num_cols):
-                        builder.store(fma(builder, spread, keys[c], builder.load(acc[r][c])), acc[r][c])
+                _add_products(builder, q_column, q_row_, keys, acc)
             s_first = builder.add(s_, builder.mul(first, s_row_))
-            for r in range(rows):
-                line = _offset(builder, s_first, r, s_row_)
-                for c in range(num_cols):
-                    address = builder.add(line, ir.Constant(I64, c * lanes * 4))
-                    store_narrowed(builder, address, builder.load(acc[r][c]), "float32")
+            _store_sums(builder, s_first, s_row_, acc)
 
         _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // num_cols), emit)
         return context.get_dummy_value()
@@ -117,7 +129,6 @@ def pv_tile(typingctx, p, p_row, v, v_row, tag, acc, acc_row, correction, num_to
     """
     num_cols, lanes = cols.literal_value, width.literal_value
     name = dtype_name(tag)
-    itemsize = ITEM_BYTES[name]
 
     def codegen(context, builder, signature, args):
         p_, p_row_, v_, v_row_, _, acc_, acc_row_, correction_, count_, num_rows_ = args[:10]
@@ -135,21 +146,10 @@ def pv_tile(typingctx, p, p_row, v, v_row, tag, acc, acc_row, correction, num_to
             p_first = builder.add(p_, builder.mul(first, p_row_))
             with cgutils.for_range(builder, count_) as loop:
                 v_line = builder.add(v_, builder.mul(loop.index, v_row_))
-                values = [
-                    load_widened(builder, builder.add(v_line, ir.Constant(I64, c * lanes * itemsize)), name, lanes)
-                    for c in range(num_cols)
-                ]
+                values = _load_columns(builder, v_line, name, num_cols, lanes)
                 p_column = builder.add(p_first, builder.mul(loop.index, ir.Constant(I64, 4)))
-                for r in range(rows):
-                    scalar = builder.load(builder.inttoptr(_offset(builder, p_column, r, p_row_), F32.as_pointer()))
-                    spread = broadcast(builder, scalar, lanes)
-                    for c in range(num_cols):
-                        builder.store(fma(builder, spread, values[c], builder.load(slots[r][c])), slots[r][c])
-            for r in range(rows):
-                line = _offset(builder, acc_first, r, acc_row_)
-                for c in range(num_cols):
-                    address = builder.add(line, ir.Constant(I64, c * lanes * 4))
-                    store_narrowed(builder, address, builder.load(slots[r][c]), "float32")
+                _add_products(builder, p_column, p_row_, values, slots)
+            _store_sums(builder, acc_first, acc_row_, slots)
 
         _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // num_cols), emit)
         return context.get_dummy_value()

@@ -10,6 +10,7 @@ from typing import Any
 from ..config import EngineConfig
 from ..errors import RowError, UsageError
 from ..model import loader
+from ..model.inspection import inspect_model
 from ..model.spec import ModelSpec
 from ..request import Request
 from ..sampling_params import SamplingParams
@@ -120,9 +121,7 @@ def open_model(config: EngineConfig, *, planning: bool = False, chat_template: s
     if chat_template is not None:
         _check_template(chat_template)
         tokenizer.chat_template = chat_template
-    spec = loader.inspect_model(
-        files, hf_config, dtype, loader.load_eos_token_ids(files, hf_config, tokenizer), config.quantization
-    )
+    spec = inspect_model(files, hf_config, dtype, loader.load_eos_token_ids(files, hf_config, tokenizer), config.quantization)
     if config.kv_cache_dtype != "auto":
         spec = replace(spec, kv_cache_dtype=config.kv_cache_dtype)
     resolved = config.resolve(

@@ -18,11 +18,10 @@ from torch import nn
 
 from ..kernels.cpu import fused
 from .attention import AttentionStep, attend
-from .int8 import Int8Linear, is_quantized
-from .linear import RowInvariantLinear, RowInvariantProduct, common_buckets, split_rows
-from .panels import PanelLinear, panels_pay
+from .linear import RowInvariantProduct, common_buckets, split_rows
+from .products import Product, make_product
+from .spec import ModelSpec
 
-Product = RowInvariantLinear | PanelLinear | Int8Linear
 # Rows that run through a layer together where any number may: their states stay in the caches from product to product.
 _LARGEST_CHUNK = 512
 
@@ -80,22 +79,17 @@ class _Buffers:
 class FusedDecoder:
     """The forward pass of one model. Takes the model's weights over: the modules are not usable after it is made."""
 
-    def __init__(self, model: Any, quantization: str = "none"):
+    def __init__(self, model: Any, spec: ModelSpec):
         invariant = RowInvariantProduct()
-        inner = model.config.intermediate_size
 
         def product(*linears: nn.Linear) -> Product:
-            joined = _joined(*linears) if len(linears) > 1 else linears[0]
-            if quantization == "int8" and is_quantized(joined, inner):
-                return Int8Linear(joined)
-            return PanelLinear(joined) if panels_pay() else RowInvariantLinear(joined, invariant)
+            return make_product(_joined(*linears) if len(linears) > 1 else linears[0], spec, invariant)
 
         decoder = model.model
-        attention = decoder.layers[0].self_attn
         self._dtype = model.dtype
         self._eps = float(model.config.rms_norm_eps)
-        self._heads = (model.config.num_attention_heads, model.config.num_key_value_heads, int(attention.head_dim))
-        self._intermediate = inner
+        self._heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._intermediate = spec.intermediate_size
         self._embedding = decoder.embed_tokens.weight.detach()
         self._rotary = decoder.rotary_emb
         self._head = product(model.lm_head)

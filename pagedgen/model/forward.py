@@ -26,7 +26,7 @@ class Forward(Protocol):
 class ModuleForward:
     """The forward pass by transformers' own modules, with our attention in each layer.
 
-    `row_buckets` fills while products are measured (see `linear.make_row_invariant`); empty where rows needn't be invariant.
+    `row_buckets` fills while products are measured (see `products.make_row_invariant`); empty where rows needn't be invariant.
     """
 
     def __init__(self, model: nn.Module, row_buckets: MeasuredBuckets):

@@ -108,11 +108,3 @@ def is_quantized(linear: nn.Linear, intermediate_size: int) -> bool:
     alone raise perplexity from 33.2 to 36.0.
     """
     return linear.in_features % 4 == 0 and linear.in_features != intermediate_size
-
-
-def replace_linears(model: nn.Module, intermediate_size: int) -> None:
-    """Quantize the `nn.Linear`s of a model that can be; other weights (embeddings, experts, routers of another type) stay."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and is_quantized(child, intermediate_size):
-                setattr(module, name, Int8Linear(child))

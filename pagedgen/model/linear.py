@@ -24,7 +24,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..machine import cache_root, cpu_flags, cpu_name
-from .panels import PanelLinear, panels_pay
 
 ROW_BUCKETS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512)
 CANONICAL_ROWS = 64
@@ -243,7 +242,7 @@ def _can_prepack(dtype: torch.dtype) -> bool:
     return True
 
 
-class _InvariantMode(TorchFunctionMode):
+class InvariantMode(TorchFunctionMode):
     """Routes plain weight products (MoE routers and experts, which are no `nn.Linear`) through row buckets."""
 
     def __init__(self, invariant: RowInvariantProduct):
@@ -275,31 +274,3 @@ _TRANSPOSED = ProductKind(
     lambda weight: weight.t().contiguous(),
     lambda rows, weight, bias: rows @ weight if bias is None else torch.addmm(bias, rows, weight),
 )
-
-
-def make_row_invariant(model: nn.Module) -> MeasuredBuckets:
-    """Replace every `nn.Linear` of a model and wrap every other module that owns weight matrices.
-
-    Returns the dict in which the buckets of each shape appear once the model has been run.
-    """
-    invariant = RowInvariantProduct()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, PanelLinear(child) if panels_pay() else RowInvariantLinear(child, invariant))
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, RowInvariantLinear, PanelLinear)):
-            continue
-        if any(p.ndim >= 2 for p in module.parameters(recurse=False)):
-            _wrap_forward(module, _InvariantMode(invariant))
-    return invariant.measured
-
-
-def _wrap_forward(module: nn.Module, mode: TorchFunctionMode) -> None:
-    forward = module.forward
-
-    def wrapped(*args, **kwargs):
-        with mode:
-            return forward(*args, **kwargs)
-
-    module.forward = wrapped

@@ -10,7 +10,6 @@ from pagedgen.kernels.api import load_backend
 from recorder import recorded
 
 from pagedgen.config import EngineConfig
-from pagedgen.engine.engine import Engine
 from pagedgen.engine.kv_cache import KVCache
 from pagedgen.engine.swap import BlockStore
 from pagedgen.engine.tiers import Address, Tier, batch_moves
@@ -20,18 +19,6 @@ from pagedgen.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 BLOCK_BYTES = 4 * 2 * 3 * 2 * (16 + 4)  # of 4 tokens: K and V, layers, heads, codes and a scale
-
-
-@pytest.fixture
-def always_worth_it(monkeypatch):
-    """Moving is always cheaper than computing again: tiny models compute a block quicker than a disk gives it back."""
-    original = Engine._tiers_worth_using
-
-    def worth(self, plan, on_note):
-        self._round_trip_s = {Tier.HOST: 0.0, Tier.DISK: 0.0}
-        return original(self, plan, on_note)
-
-    monkeypatch.setattr(Engine, "_tiers_worth_using", worth)
 
 
 @pytest.fixture

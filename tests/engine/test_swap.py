@@ -10,7 +10,6 @@ from pagedgen.kernels.api import load_backend
 from recorder import recorded
 from test_prefix_cache import shared_prompts
 
-from pagedgen.engine.engine import Engine
 from pagedgen.engine.swap import BlockStore
 from pagedgen.engine.tiers import Address, MoveBatch, Tier, batch_moves
 from pagedgen.errors import MemoryPlanError, UsageError
@@ -18,18 +17,6 @@ from pagedgen.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 MIB = 2**20
-
-
-@pytest.fixture
-def always_worth_it(monkeypatch):
-    """Moving is always cheaper than computing again: tiny models compute a block quicker than a disk gives it back."""
-    original = Engine._tiers_worth_using
-
-    def worth(self, plan, on_note):
-        self._round_trip_s = {Tier.HOST: 0.0, Tier.DISK: 0.0}
-        return original(self, plan, on_note)
-
-    monkeypatch.setattr(Engine, "_tiers_worth_using", worth)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma2", "bfloat16")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numba
 import pytest
 import torch
+from attention_calls import assert_within, decode, lengths_around, prefill
 from pagedgen.kernels.api import load_backend
 
 reference = load_backend("reference")
@@ -12,45 +13,8 @@ cpu = load_backend("cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def prefill(backend, case, **options):
-    out = torch.full_like(case.query, float("nan"))
-    backend.paged_prefill(
-        case.query,
-        case.key_cache,
-        case.value_cache,
-        case.block_tables,
-        case.cu_seqlens_q,
-        case.seq_lens_kv,
-        out,
-        scale=case.scale,
-        max_seqlen_q=max(case.q_lens),
-        **options,
-    )
-    return out
-
-
-def decode(backend, case, **options):
-    out = torch.full_like(case.query, float("nan"))
-    backend.paged_decode(
-        case.query,
-        case.key_cache,
-        case.value_cache,
-        case.block_tables,
-        case.seq_lens_kv,
-        out,
-        scale=case.scale,
-        **options,
-    )
-    return out
-
-
 def assert_close(got, want):
-    tolerance = TOLERANCE[want.dtype]
-    torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
-
-
-def lengths_around(block_size):
-    return [1, block_size - 1, block_size, block_size + 1, 3 * block_size - 1, 3 * block_size, 3 * block_size + 1, 67]
+    assert_within(TOLERANCE[want.dtype], got, want)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

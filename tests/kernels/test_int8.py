@@ -10,6 +10,7 @@ import random
 import numba
 import pytest
 import torch
+from attention_calls import assert_within, decode, lengths_around, prefill
 from pagedgen.kernels.api import load_backend
 from pagedgen.kernels.reference import quantize
 
@@ -19,28 +20,8 @@ TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1.6e-2}
 SHAPES = [(48, 32), (20, 8), (7, 4), (100, 16), (64, 64)]  # head_dim, block_size
 
 
-def prefill(backend, case, **options):
-    out = torch.full_like(case.query, float("nan"))
-    tables = (case.block_tables, case.cu_seqlens_q, case.seq_lens_kv)
-    how = {"scale": case.scale, "max_seqlen_q": max(case.q_lens), **case.scales, **options}
-    backend.paged_prefill(case.query, case.key_cache, case.value_cache, *tables, out, **how)
-    return out
-
-
-def decode(backend, case, **options):
-    out = torch.full_like(case.query, float("nan"))
-    how = {"scale": case.scale, **case.scales, **options}
-    backend.paged_decode(case.query, case.key_cache, case.value_cache, case.block_tables, case.seq_lens_kv, out, **how)
-    return out
-
-
 def assert_close(got, want):
-    tolerance = TOLERANCE[want.dtype]
-    torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
-
-
-def lengths_around(block_size):
-    return [1, block_size - 1, block_size, block_size + 1, 3 * block_size - 1, 3 * block_size, 3 * block_size + 1, 67]
+    assert_within(TOLERANCE[want.dtype], got, want)
 
 
 def empty_cache(num_blocks, num_heads, block_size, head_dim, *, key_transposed):

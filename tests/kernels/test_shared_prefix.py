@@ -11,6 +11,7 @@ from itertools import pairwise
 import numba
 import pytest
 import torch
+from attention_calls import decode
 from pagedgen.kernels import cpu as compiled
 from pagedgen.kernels.api import load_backend
 
@@ -19,13 +20,6 @@ cpu = load_backend("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(2, 2), (9, 3), (4, 1), (8, 1)]
 HEAD_DIMS = [16, 64, 80, 128]
-
-
-def decode(backend, case, **options):
-    out = torch.full_like(case.query, float("nan"))
-    caches = (case.key_cache, case.value_cache, case.block_tables, case.seq_lens_kv)
-    backend.paged_decode(case.query, *caches, out, scale=case.scale, **options)
-    return out
 
 
 def random_groups(rng, num_groups):

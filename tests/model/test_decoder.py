@@ -7,7 +7,9 @@ import pytest
 import torch
 from recorder import recorded
 
-from pagedgen.model import decoder, linear
+from pagedgen.config import EngineConfig
+from pagedgen.engine.opened import open_model
+from pagedgen.model import products as module
 from pagedgen.model.decoder import FusedDecoder, can_fuse
 from pagedgen.model.forward import ModuleForward
 from pagedgen.sampling_params import SamplingParams
@@ -20,9 +22,7 @@ PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 @pytest.fixture(params=["library products", "own products"], autouse=True)
 def products(request, monkeypatch):
     """Every test with both kinds of product, whichever this machine would choose."""
-    pay = request.param == "own products"
-    for module in (decoder, linear):
-        monkeypatch.setattr(module, "panels_pay", lambda: pay)
+    monkeypatch.setattr(module, "panels_pay", lambda: request.param == "own products")
 
 
 def floats(seen):
@@ -93,6 +93,6 @@ def test_weights_are_held_once(tiny_model):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32)
-    FusedDecoder(model)
+    FusedDecoder(model, open_model(EngineConfig(str(tiny_model("llama")), dtype="float32")).spec)
     left = {name for name, _ in model.named_parameters()}
     assert left == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}

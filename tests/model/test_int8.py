@@ -12,6 +12,7 @@ from pagedgen.engine.opened import open_model
 from pagedgen.errors import UsageError
 from pagedgen.machine import cpu_flags
 from pagedgen.model import int8
+from pagedgen.model import products as products_module
 from pagedgen.model.decoder import FusedDecoder
 from pagedgen.model.int8 import Int8Linear, library_levels, weight_levels
 from pagedgen.sampling_params import SamplingParams
@@ -26,7 +27,8 @@ def products(request, monkeypatch):
     ours = request.param == "our product"
     if ours and "avx2" not in cpu_flags():
         pytest.skip("needs AVX2")
-    monkeypatch.setattr(int8, "panels_pay", lambda: ours)
+    for module in (int8, products_module):
+        monkeypatch.setattr(module, "panels_pay", lambda: ours)
 
 
 def slow_twin(linear, x):

@@ -1,0 +1,58 @@
+"""The compiled K/V write: each token's heads to its slot, bit for bit or rounded to 8 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from ..disk_cache import locked
+from .quantize import make_quantize
+from .simd import copy_element, is_int8, splat, store
+
+_quantize_16 = make_quantize(16, store)
+_quantize_4 = make_quantize(4, store)
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _store_head(source, cache, dim_stride, scale_address, codes, head_dim, tag, cache_tag, f32):
+    """Store one head in its slot, bit for bit or (int8) quantized; `codes` is room for head_dim bytes."""
+    if is_int8(cache_tag):
+        if head_dim < 16:
+            scale = _quantize_4(source, codes, head_dim, tag, cache_tag)
+        else:
+            scale = _quantize_16(source, codes, head_dim, tag, cache_tag)
+        store(scale_address, splat(scale, 1), f32)
+        source = codes
+    for d in range(head_dim):
+        copy_element(cache + d * dim_stride, source + d * cache_tag.itemsize, cache_tag)
+
+
+@locked
+@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+def store_kv(
+    key, key_src_strides, value, value_src_strides, key_cache, key_strides, value_cache, value_strides, key_scales,
+    value_scales, slot_mapping, num_kv_heads, head_dim, block_size, num_threads, tag, cache_tag, f32,
+):  # fmt: skip
+    """Store each token's K and V in its slot; caches have the sources' dtype or are int8.
+
+    Source strides in bytes (token, head); cache strides (block, head, token, dim). key_scales, value_scales as `attend` takes
+    them.
+    """
+    num_tokens = slot_mapping.shape[0]
+    for thread in prange(num_threads):
+        codes_buf = np.empty(head_dim, np.int8)
+        codes = codes_buf.ctypes.data
+        for t in range(num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads):
+            slot = slot_mapping[t]
+            if slot < 0:
+                continue
+            block, offset = slot // block_size, slot % block_size
+            for h in range(num_kv_heads):
+                k_src = key + t * key_src_strides[0] + h * key_src_strides[1]
+                v_src = value + t * value_src_strides[0] + h * value_src_strides[1]
+                k_dst = key_cache + block * key_strides[0] + h * key_strides[1] + offset * key_strides[2]
+                v_dst = value_cache + block * value_strides[0] + h * value_strides[1] + offset * value_strides[2]
+                k_scale = key_scales[0] + block * key_scales[1] + h * key_scales[2] + offset * 4
+                v_scale = value_scales[0] + block * value_scales[1] + h * value_scales[2] + offset * 4
+                _store_head(k_src, k_dst, key_strides[3], k_scale, codes, head_dim, tag, cache_tag, f32)
+                _store_head(v_src, v_dst, value_strides[3], v_scale, codes, head_dim, tag, cache_tag, f32)
