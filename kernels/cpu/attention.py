@@ -123,6 +123,9 @@ def paged_prefill(
         row_bounds, num_shared_blocks = shared.row_bounds.numpy(), shared.num_shared_blocks.numpy()
         fair = num_rows * num_kv_heads // (_ITEMS_PER_THREAD * num_threads)
         queries_per_item = min(queries_per_item, max(1, fair))
+    # Of rows with one query each item has all heads, which lie side by side in a block; unless that leaves threads idle.
+    alone = queries_per_item == 1 and num_rows >= _ITEMS_PER_THREAD * num_threads
+    heads_per_item = num_kv_heads if alone else 1
     kernels.attend(
         query.data_ptr(),
         _byte_strides(query, 0, 1),
@@ -145,6 +148,7 @@ def paged_prefill(
         head_dim,
         block_size,
         queries_per_item,
+        heads_per_item,
         np.float32(scale),
         sliding_window or 0,
         np.float32(softcap or 0.0),

@@ -47,20 +47,28 @@ def _make_softmax_row(width):
         their sum, and only where a token is seen: an unwritten slot's scale may be NaN.
         """
         top = splat(np.float32(-np.inf), width)
-        for c in range(num_vectors):
-            address = scores + c * (4 * width)
-            s = load(address, f32, width)
-            if is_int8(kv_tag):
-                s = vmul(s, load(k_scales + c * (4 * width), f32, width))
-            if softcap > np.float32(0):
-                s = vmul(vtanh(vmul(s, splat(np.float32(1) / softcap, width))), splat(softcap, width))
-            s = keep_lanes(s, c * width, low, high)
-            store(address, s, f32)
-            top = vmax(top, s)
+        sees_all = low <= 0 and high >= num_vectors * width
+        if sees_all and softcap <= np.float32(0) and not is_int8(kv_tag):
+            for c in range(num_vectors):
+                top = vmax(top, load(scores + c * (4 * width), f32, width))
+        else:
+            for c in range(num_vectors):
+                address = scores + c * (4 * width)
+                s = load(address, f32, width)
+                if is_int8(kv_tag):
+                    s = vmul(s, load(k_scales + c * (4 * width), f32, width))
+                if softcap > np.float32(0):
+                    s = vmul(vtanh(vmul(s, splat(np.float32(1) / softcap, width))), splat(softcap, width))
+                s = keep_lanes(s, c * width, low, high)
+                store(address, s, f32)
+                top = vmax(top, s)
         m_new = max(m_old, hmax(top))
         shift = splat(m_new, width)
-        correction = hmax(vexp(splat(m_old - m_new, width)))
-        total = vmul(load(l_row, f32, width), splat(correction, width))
+        total = load(l_row, f32, width)
+        correction = np.float32(1)
+        if m_new != m_old:
+            correction = hmax(vexp(splat(m_old - m_new, 4)))
+            total = vmul(total, splat(correction, width))
         for c in range(num_vectors):
             address = scores + c * (4 * width)
             e = vexp(vsub(load(address, f32, width), shift))
@@ -82,49 +90,52 @@ _softmax_row_4 = _make_softmax_row(4)
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size):
+def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size, ahead):
     """All scores of a tile, by columns of two vectors, one, or (for small blocks) a narrow one.
 
     Where two leave no room for all rows' sums, one column serves twice as many rows with what it loads. How a tile is cut
-    changes no sum's order.
+    changes no sum's order. `ahead`: bytes from this tile of K to the one that is read next.
     """
     if block_size < 16:
         for c in range(block_size // 4):
-            qk_tile(q, q_row, k + c * 4 * tag.itemsize, k_row, tag, s + c * 16, s_row, depth, num_rows, 1, 4)
+            kc = k + c * 4 * tag.itemsize
+            qk_tile(q, q_row, kc, k_row, tag, s + c * 16, s_row, depth, num_rows, kc + ahead, k_row, 1, 4)
     elif block_size == 16 or (NUM_SUMS < 16 and 2 * num_rows > NUM_SUMS):
         for c in range(block_size // 16):
-            qk_tile(q, q_row, k + c * 16 * tag.itemsize, k_row, tag, s + c * 64, s_row, depth, num_rows, 1, 16)
+            kc = k + c * 16 * tag.itemsize
+            qk_tile(q, q_row, kc, k_row, tag, s + c * 64, s_row, depth, num_rows, kc + ahead, k_row, 1, 16)
     else:
         for c in range(block_size // 32):
-            qk_tile(q, q_row, k + c * 32 * tag.itemsize, k_row, tag, s + c * 128, s_row, depth, num_rows, 2, 16)
+            kc = k + c * 32 * tag.itemsize
+            qk_tile(q, q_row, kc, k_row, tag, s + c * 128, s_row, depth, num_rows, kc + ahead, k_row, 2, 16)
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_rows, head_dim):
+def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_rows, head_dim, ahead):
     """Add a tile's weighted values to every row's accumulator, by columns of four or two vectors and then of one.
 
     The last vector of a head_dim that is no multiple of the width starts earlier and overlaps its neighbour; it has its own
-    accumulator, so shared lanes are computed twice with the same result.
+    accumulator, so shared lanes are computed twice with the same result. `ahead`: as in `_scores`, of V.
     """
     if head_dim < 16:
         for c in range((head_dim + 3) // 4):
             vc = v + min(c * 4, head_dim - 4) * tag.itemsize
-            pv_tile(p, p_row, vc, v_row, tag, acc + c * 16, acc_row, correction, num_tokens, num_rows, 1, 4)
+            pv_tile(p, p_row, vc, v_row, tag, acc + c * 16, acc_row, correction, num_tokens, num_rows, vc + ahead, v_row, 1, 4)
         return
     wide = 0  # vectors done
     if NUM_SUMS >= 16 or 4 * num_rows <= NUM_SUMS:
         for c in range(0, head_dim // 64 * 4, 4):
             vc = v + c * 16 * tag.itemsize
-            pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, 4, 16)
+            pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, vc + ahead, v_row, 4, 16)
         wide = head_dim // 64 * 4
     elif 2 * num_rows <= NUM_SUMS:
         for c in range(0, head_dim // 32 * 2, 2):
             vc = v + c * 16 * tag.itemsize
-            pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, 2, 16)
+            pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, vc + ahead, v_row, 2, 16)
         wide = head_dim // 32 * 2
     for c in range(wide, (head_dim + 15) // 16):
         vc = v + min(c * 16, head_dim - 16) * tag.itemsize
-        pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, 1, 16)
+        pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, vc + ahead, v_row, 1, 16)
 
 
 @njit(boundscheck=False, error_model="numpy")
@@ -157,14 +168,15 @@ def _store_output(acc, target, head_dim, inverse, tag, f32):
 
 @njit(boundscheck=False, error_model="numpy")
 def _attend_tiles(
-    first_tile, end_tile, block_tables, row, kv_head, key_cache, key_strides, value_cache, value_strides, key_scales,
-    value_scales, first_line, num_queries, group, first_position, q_addr, s_addr, acc_addr, l_addr, m, correction, head_dim,
-    block_size, window, softcap, kv_tag, f32,
+    first_tile, end_tile, block_tables, row, first_kv_head, end_kv_head, key_cache, key_strides, value_cache, value_strides,
+    key_scales, value_scales, first_line, num_queries, group, lines_per_head, first_position, q_addr, s_addr, acc_addr, l_addr,
+    m, correction, head_dim, block_size, window, softcap, kv_tag, f32,
 ):  # fmt: skip
     """Fold the tiles [first_tile, end_tile) of a row's block table into the running softmax of `num_queries` queries.
 
     The queries stand at `first_position` and the positions after it; their lines of the buffers, `group` a query, begin at
-    `first_line`.
+    `first_line` of the lines of each KV head. A block's heads lie side by side, so all of an item's are read before the next
+    block.
     """
     q_row, s_row, acc_row = 4 * head_dim, 4 * block_size, 4 * ((head_dim + 15) // 16 * 16)
     for tile in range(first_tile, end_tile):
@@ -175,51 +187,62 @@ def _attend_tiles(
         high_query = num_queries
         if window > 0:
             high_query = min(num_queries, base + block_size - 1 + window - first_position)
-        r0, r1 = first_line + low_query * group, first_line + high_query * group
-        block = np.int64(block_tables[row, tile])
-        k = key_cache + block * key_strides[0] + kv_head * key_strides[1]
-        v = value_cache + block * value_strides[0] + kv_head * value_strides[1]
-        k_scales = key_scales[0] + block * key_scales[1] + kv_head * key_scales[2]
-        v_scales = value_scales[0] + block * value_scales[1] + kv_head * value_scales[2]
-        _scores(
-            q_addr + r0 * q_row, q_row, k, key_strides[2], kv_tag, s_addr + r0 * s_row, s_row, head_dim, r1 - r0, block_size
-        )
-        for r in range(r0, r1):
-            position = first_position + (r - first_line) // group
-            high = min(block_size, position - base + 1)
-            low = max(0, position - window + 1 - base) if window > 0 else 0
-            if block_size < 16:
-                m[r], correction[r] = _softmax_row_4(
-                    s_addr + r * s_row, block_size // 4, low, high, softcap, m[r], l_addr + r * 64, k_scales, v_scales,
-                    kv_tag, f32,
-                )  # fmt: skip
-            else:
-                m[r], correction[r] = _softmax_row_16(
-                    s_addr + r * s_row, block_size // 16, low, high, softcap, m[r], l_addr + r * 64, k_scales, v_scales,
-                    kv_tag, f32,
-                )  # fmt: skip
+        num_lines = (high_query - low_query) * group
         # Past the last query's position a slot may be unwritten (and NaN): its weight is 0, but it is not even read.
         num_tokens = min(block_size, first_position + high_query - base)
-        _weigh(
-            s_addr + r0 * s_row, s_row, v, value_strides[2], kv_tag, acc_addr + r0 * acc_row, acc_row,
-            correction.ctypes.data + 4 * r0, num_tokens, r1 - r0, head_dim,
-        )  # fmt: skip
+        block = np.int64(block_tables[row, tile])
+        next_block = np.int64(block_tables[row, tile + 1]) if tile + 1 < end_tile else block
+        for kv_head in range(first_kv_head, end_kv_head):
+            r0 = (kv_head - first_kv_head) * lines_per_head + first_line + low_query * group
+            k = key_cache + block * key_strides[0] + kv_head * key_strides[1]
+            v = value_cache + block * value_strides[0] + kv_head * value_strides[1]
+            if kv_head + 1 < end_kv_head:  # what is read next
+                k_ahead, v_ahead = key_strides[1], value_strides[1]
+            else:
+                blocks, heads = next_block - block, first_kv_head - kv_head
+                k_ahead = blocks * key_strides[0] + heads * key_strides[1]
+                v_ahead = blocks * value_strides[0] + heads * value_strides[1]
+            k_scales = key_scales[0] + block * key_scales[1] + kv_head * key_scales[2]
+            v_scales = value_scales[0] + block * value_scales[1] + kv_head * value_scales[2]
+            _scores(
+                q_addr + r0 * q_row, q_row, k, key_strides[2], kv_tag, s_addr + r0 * s_row, s_row, head_dim, num_lines,
+                block_size, k_ahead,
+            )  # fmt: skip
+            for line in range(num_lines):
+                r, position = r0 + line, first_position + low_query + line // group
+                high = min(block_size, position - base + 1)
+                low = max(0, position - window + 1 - base) if window > 0 else 0
+                if block_size < 16:
+                    m[r], correction[r] = _softmax_row_4(
+                        s_addr + r * s_row, block_size // 4, low, high, softcap, m[r], l_addr + r * 64, k_scales, v_scales,
+                        kv_tag, f32,
+                    )  # fmt: skip
+                else:
+                    m[r], correction[r] = _softmax_row_16(
+                        s_addr + r * s_row, block_size // 16, low, high, softcap, m[r], l_addr + r * 64, k_scales, v_scales,
+                        kv_tag, f32,
+                    )  # fmt: skip
+            _weigh(
+                s_addr + r0 * s_row, s_row, v, value_strides[2], kv_tag, acc_addr + r0 * acc_row, acc_row,
+                correction.ctypes.data + 4 * r0, num_tokens, num_lines, head_dim, v_ahead,
+            )  # fmt: skip
 
 
 @njit(boundscheck=False, error_model="numpy")
 def _plan_items(
-    cu_seqlens_q, seq_lens_kv, row_bounds, num_shared_blocks, num_kv_heads, block_size, queries_per_item, window, num_threads
-):
+    cu_seqlens_q, seq_lens_kv, row_bounds, num_shared_blocks, num_kv_heads, heads_per_item, block_size, queries_per_item,
+    window, num_threads,
+):  # fmt: skip
     """List the work items, and cut the list into one range a thread with equal KV tokens to read.
 
-    Returns (row, row after the last, kv_head, first query of the row, shared blocks) per item and the ranges' bounds
-    (num_threads + 1,).
+    Returns (row, row after the last, KV head, KV head after the last, first query of the row, shared blocks) per item and the
+    ranges' bounds (num_threads + 1,).
     """
     max_items = 0
     for row in range(seq_lens_kv.shape[0]):
         q_len = cu_seqlens_q[row + 1] - cu_seqlens_q[row]
         max_items += (q_len + queries_per_item - 1) // queries_per_item * num_kv_heads
-    items = np.empty((max_items, 5), np.int64)
+    items = np.empty((max_items, 6), np.int64)
     cost_until = np.empty(max_items + 1, np.int64)
     cost_until[0] = 0
     n = 0
@@ -230,14 +253,16 @@ def _plan_items(
         for row in range(row_bounds[g], row_bounds[g + 1], rows_per_item):
             end_row = min(row + rows_per_item, row_bounds[g + 1])
             q_len = cu_seqlens_q[end_row] - cu_seqlens_q[row]
-            for kv_head in range(num_kv_heads):
+            for kv_head in range(0, num_kv_heads, heads_per_item):
+                end_kv_head = min(kv_head + heads_per_item, num_kv_heads)
                 for first in range(0, q_len, queries_per_item):
                     last = min(first + queries_per_item, q_len)
                     items[n, 0] = row
                     items[n, 1] = end_row
                     items[n, 2] = kv_head
-                    items[n, 3] = first
-                    items[n, 4] = num_shared
+                    items[n, 3] = end_kv_head
+                    items[n, 4] = first
+                    items[n, 5] = num_shared
                     cost = (last - first + 1) * num_shared * block_size
                     queries_per_row = (last - first) // (end_row - row)
                     for r in range(row, end_row):
@@ -245,7 +270,7 @@ def _plan_items(
                         if window > 0:
                             context = min(context, window + last - first)
                         cost += (queries_per_row + 1) * (context - num_shared * block_size + 16)
-                    cost_until[n + 1] = cost_until[n] + cost
+                    cost_until[n + 1] = cost_until[n] + cost * (end_kv_head - kv_head)
                     n += 1
     bounds = np.empty(num_threads + 1, np.int64)
     bounds[0] = 0
@@ -280,6 +305,7 @@ def attend(
     head_dim,
     block_size,
     queries_per_item,
+    heads_per_item,
     scale,
     window,
     softcap,
@@ -301,10 +327,11 @@ def attend(
     """
     group = num_heads // num_kv_heads
     items, bounds = _plan_items(
-        cu_seqlens_q, seq_lens_kv, row_bounds, num_shared_blocks, num_kv_heads, block_size, queries_per_item, window,
-        num_threads,
+        cu_seqlens_q, seq_lens_kv, row_bounds, num_shared_blocks, num_kv_heads, heads_per_item, block_size,
+        queries_per_item, window, num_threads,
     )  # fmt: skip
-    max_lines = queries_per_item * group
+    lines_per_head = queries_per_item * group
+    max_lines = heads_per_item * lines_per_head
     acc_width = (head_dim + 15) // 16 * 16
     for thread in prange(num_threads):
         q_buf = np.empty((max_lines, head_dim), np.float32)
@@ -317,22 +344,23 @@ def attend(
         l_addr = l_buf.ctypes.data
         q_row, acc_row = 4 * head_dim, 4 * acc_width
         for item in range(bounds[thread], bounds[thread + 1]):
-            row, end_row, kv_head, num_shared = items[item, 0], items[item, 1], items[item, 2], items[item, 4]
-            q_start = cu_seqlens_q[row] + items[item, 3]
+            row, end_row, first_kv_head, end_kv_head = items[item, 0], items[item, 1], items[item, 2], items[item, 3]
+            q_start, num_shared = cu_seqlens_q[row] + items[item, 4], items[item, 5]
             num_queries = min(queries_per_item, cu_seqlens_q[end_row] - q_start)
-            num_lines = num_queries * group
-            for r in range(num_lines):
-                token, head = q_start + r // group, kv_head * group + r % group
-                source = query + token * query_strides[0] + head * query_strides[1]
-                _load_query(source, q_addr + r * q_row, head_dim, scale, q_tag, f32)
-                m[r] = -np.inf
-            acc_buf[:num_lines] = 0
-            l_buf[:num_lines] = 0
+            for kv_head in range(first_kv_head, end_kv_head):
+                for line in range(num_queries * group):
+                    r = (kv_head - first_kv_head) * lines_per_head + line
+                    token, head = q_start + line // group, kv_head * group + line % group
+                    source = query + token * query_strides[0] + head * query_strides[1]
+                    _load_query(source, q_addr + r * q_row, head_dim, scale, q_tag, f32)
+                    m[r] = -np.inf
+                    acc_buf[r] = 0
+                    l_buf[r] = 0
             # Shared tiles are full and every row sees them all: there the rows' queries may pass for later ones of the first.
             _attend_tiles(
-                0, num_shared, block_tables, row, kv_head, key_cache, key_strides, value_cache, value_strides, key_scales,
-                value_scales, 0, num_queries, group, seq_lens_kv[row] - 1, q_addr, s_addr, acc_addr, l_addr, m, correction,
-                head_dim, block_size, window, softcap, kv_tag, f32,
+                0, num_shared, block_tables, row, first_kv_head, end_kv_head, key_cache, key_strides, value_cache,
+                value_strides, key_scales, value_scales, 0, num_queries, group, lines_per_head, seq_lens_kv[row] - 1, q_addr,
+                s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window, softcap, kv_tag, f32,
             )  # fmt: skip
             done = 0
             for r in range(row, end_row):
@@ -341,20 +369,22 @@ def attend(
                 first_position = seq_lens_kv[r] - left
                 first_visible = max(0, first_position - window + 1) if window > 0 else num_shared * block_size
                 _attend_tiles(
-                    first_visible // block_size, (first_position + count - 1) // block_size + 1, block_tables, r, kv_head,
-                    key_cache, key_strides, value_cache, value_strides, key_scales, value_scales, done * group, count, group,
-                    first_position, q_addr, s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window, softcap,
-                    kv_tag, f32,
+                    first_visible // block_size, (first_position + count - 1) // block_size + 1, block_tables, r, first_kv_head,
+                    end_kv_head, key_cache, key_strides, value_cache, value_strides, key_scales, value_scales, done * group,
+                    count, group, lines_per_head, first_position, q_addr, s_addr, acc_addr, l_addr, m, correction, head_dim,
+                    block_size, window, softcap, kv_tag, f32,
                 )  # fmt: skip
                 done += count
-            for r in range(num_lines):
-                token, head = q_start + r // group, kv_head * group + r % group
-                total = hsum(load(l_addr + r * 64, f32, 16))
-                factor = np.float32(1)
-                if sinks.shape[0] > 0:
-                    # A sink is one more logit with no value: it only adds to the sum of weights.
-                    top = max(m[r], sinks[head])
-                    factor = hmax(vexp(splat(m[r] - top, 4)))
-                    total = total * factor + hmax(vexp(splat(sinks[head] - top, 4)))
-                target = out + token * out_strides[0] + head * out_strides[1]
-                _store_output(acc_addr + r * acc_row, target, head_dim, factor / total, q_tag, f32)
+            for kv_head in range(first_kv_head, end_kv_head):
+                for line in range(num_queries * group):
+                    r = (kv_head - first_kv_head) * lines_per_head + line
+                    token, head = q_start + line // group, kv_head * group + line % group
+                    total = hsum(load(l_addr + r * 64, f32, 16))
+                    factor = np.float32(1)
+                    if sinks.shape[0] > 0:
+                        # A sink is one more logit with no value: it only adds to the sum of weights.
+                        top = max(m[r], sinks[head])
+                        factor = hmax(vexp(splat(m[r] - top, 4)))
+                        total = total * factor + hmax(vexp(splat(sinks[head] - top, 4)))
+                    target = out + token * out_strides[0] + head * out_strides[1]
+                    _store_output(acc_addr + r * acc_row, target, head_dim, factor / total, q_tag, f32)

@@ -66,6 +66,14 @@ def fma(builder, a, b, c):
     return _call(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
 
 
+def fetch(builder, address):
+    """Ask for the cache line at an address, which will be read soon."""
+    byte_p, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+    prefetch_t = ir.FunctionType(ir.VoidType(), [byte_p, i32, i32, i32])
+    prefetch = cgutils.get_or_insert_function(builder.module, prefetch_t, "llvm.prefetch.p0")
+    builder.call(prefetch, [builder.inttoptr(address, byte_p), i32(0), i32(2), i32(1)])
+
+
 def dtype_name(tag):
     return str(tag.dtype)
 
@@ -198,6 +206,17 @@ def copy_element(typingctx, destination, source, tag):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, tag), codegen
+
+
+@intrinsic
+def take_next(typingctx, counter):
+    """Return the int64 at an address and leave it one higher, whichever threads do so at once."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.Constant(I64, 1), "monotonic")
+
+    return types.int64(types.int64), codegen
 
 
 @intrinsic

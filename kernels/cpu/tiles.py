@@ -18,15 +18,16 @@ from .simd import (
     broadcast,
     constant,
     dtype_name,
+    fetch,
     fma,
     load_widened,
     store_narrowed,
     vector_type,
 )
 
-# Sums of 16 lanes that stay in registers beside what is loaded: AVX-512 has 32 registers of 16 lanes; AVX2 has 16 of 8, NEON
-# 32 of 4. More would be written to the stack and read again with every product.
-NUM_SUMS = 16 if binding.get_host_cpu_features().get("avx512f") else 6
+# Lanes of a register, and sums of 16 lanes that stay in registers beside what is loaded: AVX-512 has 32 registers of 16 lanes;
+# AVX2 has 16 of 8, NEON 32 of 4. More would be written to the stack and read again with every product.
+_LANES, NUM_SUMS = (16, 16) if binding.get_host_cpu_features().get("avx512f") else (8, 6)
 
 
 def _offset(builder, base, index, stride):
@@ -39,43 +40,80 @@ def _accumulators(builder, vec_t, rows, cols):
 
 
 def _for_row_groups(builder, num_rows, largest, emit):
-    """Emit code that handles `num_rows` rows in groups of `largest` (8 at most), then of 4, and at last of 3, 2 or 1.
+    """Emit code that handles `num_rows` rows in groups of `largest` (8 at most), and the rest in smaller ones.
 
     `emit(first_row, rows)` emits one group; the rows of a group share what they load, not what they compute, so a row's
-    result doesn't depend on its group.
+    result doesn't depend on its group. A group of 1 to 3 rows takes about as long as one of 4, too few sums being in flight
+    to hide an addition's latency: of groups of 6, the last one shares its rows with a rest of up to 3.
     """
     done = cgutils.alloca_once_value(builder, ir.Constant(I64, 0))
+
+    def number(value):
+        return ir.Constant(I64, value)
 
     def left():
         return builder.sub(num_rows, builder.load(done))
 
     def group(rows):
         emit(builder.load(done), rows)
-        builder.store(builder.add(builder.load(done), ir.Constant(I64, rows)), done)
+        builder.store(builder.add(builder.load(done), number(rows)), done)
 
-    with cgutils.for_range(builder, builder.sdiv(num_rows, ir.Constant(I64, largest))):
-        group(largest)
-    if largest > 4:
-        with builder.if_then(builder.icmp_signed(">=", left(), ir.Constant(I64, 4))):
-            group(4)
-    for rows in range(min(3, largest - 1), 0, -1):
-        with builder.if_then(builder.icmp_signed("==", left(), ir.Constant(I64, rows))):
+    def group_if(condition, rows):
+        with builder.if_then(condition):
             group(rows)
 
+    groups, rest = builder.sdiv(num_rows, number(largest)), builder.srem(num_rows, number(largest))
+    if largest == 6:
+        shares = builder.and_(builder.icmp_signed(">=", rest, number(1)), builder.icmp_signed("<=", rest, number(3)))
+        shares = builder.and_(shares, builder.icmp_signed(">", groups, number(0)))
+        groups = builder.sub(groups, builder.zext(shares, I64))
+    with cgutils.for_range(builder, groups):
+        group(largest)
+    if largest == 6:  # 1 to 5 are left, or 7, 8 or 9: 4 + 3, 4 + 4, 5 + 4
+        group_if(builder.or_(builder.icmp_signed("==", left(), number(5)), builder.icmp_signed("==", left(), number(9))), 5)
+        group_if(builder.icmp_signed("==", left(), number(8)), 4)
+    if largest > 4:
+        group_if(builder.icmp_signed(">=", left(), number(4)), 4)
+    for rows in range(min(3, largest - 1), 0, -1):
+        group_if(builder.icmp_signed("==", left(), number(rows)), rows)
 
-def _load_columns(builder, line, name, num_cols, lanes):
-    """Load neighbouring vectors of a stored dtype."""
-    step = lanes * ITEM_BYTES[name]
-    return [load_widened(builder, builder.add(line, ir.Constant(I64, c * step)), name, lanes) for c in range(num_cols)]
+
+def _fetch_ahead(builder, ahead, index, row_bytes, num_bytes):
+    """Ask for the cache lines of `num_bytes` in the line `index` of what is read next, a line each `row_bytes`."""
+    start = builder.add(ahead, builder.mul(index, row_bytes))
+    for offset in range(0, num_bytes, 64):
+        fetch(builder, builder.add(start, ir.Constant(I64, offset)))
 
 
-def _add_products(builder, column, row_stride, vectors, slots):
-    """slots[r][c] += (the fp32 at `column` of row r) * vectors[c]."""
-    for r, line in enumerate(slots):
+def _add_products(builder, line, name, column, row_stride, slots):
+    """slots[r][c] += (the fp32 at `column` of row r) * (vector c of the stored dtype at `line`).
+
+    What there is less of stays in registers, the rows' numbers or the vectors: beside the sums there is no room for both.
+    """
+    lanes = slots[0][0].type.pointee.count
+
+    def number(r):
         scalar = builder.load(builder.inttoptr(_offset(builder, column, r, row_stride), F32.as_pointer()))
-        spread = broadcast(builder, scalar, vectors[0].type.count)
-        for vector, slot in zip(vectors, line, strict=True):
-            builder.store(fma(builder, spread, vector, builder.load(slot)), slot)
+        return broadcast(builder, scalar, lanes)
+
+    def vector(c):
+        return load_widened(builder, builder.add(line, ir.Constant(I64, c * lanes * ITEM_BYTES[name])), name, lanes)
+
+    def add(r, c, spread, values):
+        builder.store(fma(builder, spread, values, builder.load(slots[r][c])), slots[r][c])
+
+    if len(slots) < len(slots[0]):
+        numbers = [number(r) for r in range(len(slots))]
+        for c in range(len(slots[0])):
+            values = vector(c)
+            for r, spread in enumerate(numbers):
+                add(r, c, spread, values)
+    else:
+        vectors = [vector(c) for c in range(len(slots[0]))]
+        for r in range(len(slots)):
+            spread = number(r)
+            for c, values in enumerate(vectors):
+                add(r, c, spread, values)
 
 
 def _store_sums(builder, first, row_stride, slots):
@@ -88,78 +126,82 @@ def _store_sums(builder, first, row_stride, slots):
 
 
 @intrinsic(prefer_literal=True)
-def qk_tile(typingctx, q, q_row, k, k_row, tag, scores, scores_row, depth, num_rows, cols, width):
+def qk_tile(typingctx, q, q_row, k, k_row, tag, scores, scores_row, depth, num_rows, ahead, ahead_row, cols, width):
     """scores[r, c] = sum_d q[r, d] * k[d, c] for `num_rows` rows and `cols` vectors of `width` tokens, kept in registers.
 
     q: fp32, one row of `depth` each `q_row` bytes. k: the tag's dtype, one row of tokens each `k_row` bytes (K transposed
     inside its block). scores: fp32, one row each `scores_row` bytes. The sum over d runs in order for every element.
+    ahead: the address of what is read next, asked for as this tile is read, a line of the same length each `ahead_row` bytes.
     """
-    num_cols, lanes = cols.literal_value, width.literal_value
+    lanes = min(width.literal_value, _LANES)
+    num_vectors = cols.literal_value * width.literal_value // lanes
     name = dtype_name(tag)
 
     def codegen(context, builder, signature, args):
-        q_, q_row_, k_, k_row_, _, s_, s_row_, depth_, num_rows_ = args[:9]
+        q_, q_row_, k_, k_row_, _, s_, s_row_, depth_, num_rows_, ahead_, ahead_row_ = args[:11]
 
         def emit(first, rows):
-            acc = _accumulators(builder, vector_type(lanes), rows, num_cols)
+            acc = _accumulators(builder, vector_type(lanes), rows, num_vectors)
             for slot in (slot for line in acc for slot in line):
                 builder.store(constant(lanes, 0.0), slot)
             q_first = builder.add(q_, builder.mul(first, q_row_))
             with cgutils.for_range(builder, depth_) as loop:
                 k_line = builder.add(k_, builder.mul(loop.index, k_row_))
-                keys = _load_columns(builder, k_line, name, num_cols, lanes)
+                _fetch_ahead(builder, ahead_, loop.index, ahead_row_, num_vectors * lanes * ITEM_BYTES[name])
                 q_column = builder.add(q_first, builder.mul(loop.index, ir.Constant(I64, 4)))
-                _add_products(builder, q_column, q_row_, keys, acc)
+                _add_products(builder, k_line, name, q_column, q_row_, acc)
             s_first = builder.add(s_, builder.mul(first, s_row_))
             _store_sums(builder, s_first, s_row_, acc)
 
-        _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // num_cols), emit)
+        _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // cols.literal_value), emit)
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, i64, i64, i64, tag, i64, i64, i64, i64, cols, width), codegen
+    return types.void(i64, i64, i64, i64, tag, i64, i64, i64, i64, i64, i64, cols, width), codegen
 
 
 @intrinsic(prefer_literal=True)
-def pv_tile(typingctx, p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_rows, cols, width):
+def pv_tile(typingctx, p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_rows, ahead, ahead_row, cols, width):
     """acc[r, c] = acc[r, c] * correction[r] + sum_t p[r, t] * v[t, c], tokens in order, kept in registers.
 
     p: fp32 weights, one row each `p_row` bytes. v: the tag's dtype, one token each `v_row` bytes. acc: fp32, one row each
-    `acc_row` bytes. correction: fp32, one a row. `num_rows` rows by `cols` vectors of `width` lanes of head_dim.
+    `acc_row` bytes. correction: fp32, one a row. `num_rows` rows by `cols` vectors of `width` lanes of head_dim. ahead,
+    ahead_row: as `qk_tile`'s.
     """
-    num_cols, lanes = cols.literal_value, width.literal_value
+    lanes = min(width.literal_value, _LANES)
+    num_vectors = cols.literal_value * width.literal_value // lanes
     name = dtype_name(tag)
 
     def codegen(context, builder, signature, args):
-        p_, p_row_, v_, v_row_, _, acc_, acc_row_, correction_, count_, num_rows_ = args[:10]
+        p_, p_row_, v_, v_row_, _, acc_, acc_row_, correction_, count_, num_rows_, ahead_, ahead_row_ = args[:12]
 
         def emit(first, rows):
-            slots = _accumulators(builder, vector_type(lanes), rows, num_cols)
+            slots = _accumulators(builder, vector_type(lanes), rows, num_vectors)
             acc_first = builder.add(acc_, builder.mul(first, acc_row_))
             for r in range(rows):
                 address = builder.add(correction_, builder.mul(builder.add(first, ir.Constant(I64, r)), ir.Constant(I64, 4)))
                 factor = broadcast(builder, builder.load(builder.inttoptr(address, F32.as_pointer())), lanes)
                 line = _offset(builder, acc_first, r, acc_row_)
-                for c in range(num_cols):
+                for c in range(num_vectors):
                     old = load_widened(builder, builder.add(line, ir.Constant(I64, c * lanes * 4)), "float32", lanes)
                     builder.store(builder.fmul(old, factor), slots[r][c])
             p_first = builder.add(p_, builder.mul(first, p_row_))
             with cgutils.for_range(builder, count_) as loop:
                 v_line = builder.add(v_, builder.mul(loop.index, v_row_))
-                values = _load_columns(builder, v_line, name, num_cols, lanes)
+                _fetch_ahead(builder, ahead_, loop.index, ahead_row_, num_vectors * lanes * ITEM_BYTES[name])
                 p_column = builder.add(p_first, builder.mul(loop.index, ir.Constant(I64, 4)))
-                _add_products(builder, p_column, p_row_, values, slots)
+                _add_products(builder, v_line, name, p_column, p_row_, slots)
             _store_sums(builder, acc_first, acc_row_, slots)
 
-        _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // num_cols), emit)
+        _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // cols.literal_value), emit)
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, i64, i64, i64, tag, i64, i64, i64, i64, i64, cols, width), codegen
+    return types.void(i64, i64, i64, i64, tag, i64, i64, i64, i64, i64, i64, i64, cols, width), codegen
 
 
-# Lanes of 32 bits in an AVX2 register, and registers of sums that stay beside what is loaded.
-_LANES, _SUM_ROWS = 8, 6
+# Lanes of 32 bits in an AVX2 register, and rows whose two registers of sums each stay beside what is loaded.
+_MADD_LANES, _MADD_ROWS = 8, 6
 
 
 @intrinsic
@@ -168,7 +210,7 @@ def madd_tile(typingctx, x, x_row, weight, sums, sums_row, num_pairs, num_rows):
 
     x: int16, one row each `x_row` bytes; weight: int16 (num_pairs, 16, 2); sums: int32, one row each `sums_row` bytes.
     """
-    short_t, sum_t = ir.VectorType(ir.IntType(16), 2 * _LANES), ir.VectorType(ir.IntType(32), _LANES)
+    short_t, sum_t = ir.VectorType(ir.IntType(16), 2 * _MADD_LANES), ir.VectorType(ir.IntType(32), _MADD_LANES)
 
     def codegen(context, builder, signature, args):
         x_, x_row_, weight_, sums_, sums_row_, pairs_, num_rows_ = args
@@ -181,7 +223,7 @@ def madd_tile(typingctx, x, x_row, weight, sums, sums_row, num_pairs, num_rows):
             for r in range(rows):
                 line = _offset(builder, builder.add(sums_, builder.mul(first, sums_row_)), r, sums_row_)
                 for half in range(2):
-                    address = builder.add(line, ir.Constant(I64, half * 4 * _LANES))
+                    address = builder.add(line, ir.Constant(I64, half * 4 * _MADD_LANES))
                     places.append((builder.inttoptr(address, sum_t.as_pointer()), slots[r][half]))
             for pointer, slot in places:
                 held = builder.load(pointer)
@@ -190,10 +232,10 @@ def madd_tile(typingctx, x, x_row, weight, sums, sums_row, num_pairs, num_rows):
             x_first = builder.add(x_, builder.mul(first, x_row_))
 
             def add_pair(index):
-                at = builder.add(weight_, builder.mul(index, ir.Constant(I64, 8 * _LANES)))
+                at = builder.add(weight_, builder.mul(index, ir.Constant(I64, 8 * _MADD_LANES)))
                 halves = []
                 for half in range(2):
-                    address = builder.add(at, ir.Constant(I64, half * 4 * _LANES))
+                    address = builder.add(at, ir.Constant(I64, half * 4 * _MADD_LANES))
                     loaded = builder.load(builder.inttoptr(address, short_t.as_pointer()))
                     loaded.align = 2
                     halves.append(loaded)
@@ -201,7 +243,7 @@ def madd_tile(typingctx, x, x_row, weight, sums, sums_row, num_pairs, num_rows):
                 for r in range(rows):
                     pair = builder.load(builder.inttoptr(_offset(builder, column, r, x_row_), ir.IntType(32).as_pointer()))
                     pair.align = 2
-                    spread = builder.bitcast(broadcast(builder, pair, _LANES), short_t)
+                    spread = builder.bitcast(broadcast(builder, pair, _MADD_LANES), short_t)
                     for half in range(2):
                         product = builder.call(madd, [spread, halves[half]])
                         builder.store(builder.add(builder.load(slots[r][half]), product), slots[r][half])
@@ -216,7 +258,7 @@ def madd_tile(typingctx, x, x_row, weight, sums, sums_row, num_pairs, num_rows):
             for pointer, slot in places:
                 builder.store(builder.load(slot), pointer).align = 4
 
-        _for_row_groups(builder, num_rows_, _SUM_ROWS, emit)
+        _for_row_groups(builder, num_rows_, _MADD_ROWS, emit)
         return context.get_dummy_value()
 
     i64 = types.int64

@@ -27,6 +27,34 @@ def _store_head(source, cache, dim_stride, scale_address, codes, head_dim, tag, 
         copy_element(cache + d * dim_stride, source + d * cache_tag.itemsize, cache_tag)
 
 
+@njit(boundscheck=False, error_model="numpy")
+def _store_heads(
+    source, source_row, cache, token_stride, dim_stride, scale_address, codes, num_tokens, head_dim, tag, cache_tag, f32
+):  # fmt: skip
+    """Store a head of tokens in neighbouring slots, in the order in which the cache has them side by side."""
+    if is_int8(cache_tag) or dim_stride < token_stride:
+        for t in range(num_tokens):
+            _store_head(
+                source + t * source_row, cache + t * token_stride, dim_stride, scale_address + t * 4, codes, head_dim, tag,
+                cache_tag, f32,
+            )  # fmt: skip
+        return
+    for d in range(head_dim):
+        for t in range(num_tokens):
+            copy_element(
+                cache + d * dim_stride + t * token_stride, source + t * source_row + d * cache_tag.itemsize, cache_tag
+            )  # fmt: skip
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _run_of_slots(slot_mapping, first, end, block_size):
+    """Return the token after those from `first` on that have neighbouring slots of one block."""
+    last = first
+    while last + 1 < end and slot_mapping[last + 1] == slot_mapping[last] + 1 and slot_mapping[last + 1] % block_size != 0:
+        last += 1
+    return last + 1
+
+
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
 def store_kv(
@@ -42,17 +70,24 @@ def store_kv(
     for thread in prange(num_threads):
         codes_buf = np.empty(head_dim, np.int8)
         codes = codes_buf.ctypes.data
-        for t in range(num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads):
-            slot = slot_mapping[t]
-            if slot < 0:
-                continue
-            block, offset = slot // block_size, slot % block_size
-            for h in range(num_kv_heads):
-                k_src = key + t * key_src_strides[0] + h * key_src_strides[1]
-                v_src = value + t * value_src_strides[0] + h * value_src_strides[1]
-                k_dst = key_cache + block * key_strides[0] + h * key_strides[1] + offset * key_strides[2]
-                v_dst = value_cache + block * value_strides[0] + h * value_strides[1] + offset * value_strides[2]
-                k_scale = key_scales[0] + block * key_scales[1] + h * key_scales[2] + offset * 4
-                v_scale = value_scales[0] + block * value_scales[1] + h * value_scales[2] + offset * 4
-                _store_head(k_src, k_dst, key_strides[3], k_scale, codes, head_dim, tag, cache_tag, f32)
-                _store_head(v_src, v_dst, value_strides[3], v_scale, codes, head_dim, tag, cache_tag, f32)
+        t, end = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads
+        while t < end:
+            run_end = _run_of_slots(slot_mapping, t, end, block_size)
+            if slot_mapping[t] >= 0:
+                block, offset = slot_mapping[t] // block_size, slot_mapping[t] % block_size
+                for h in range(num_kv_heads):
+                    k_src = key + t * key_src_strides[0] + h * key_src_strides[1]
+                    v_src = value + t * value_src_strides[0] + h * value_src_strides[1]
+                    k_dst = key_cache + block * key_strides[0] + h * key_strides[1] + offset * key_strides[2]
+                    v_dst = value_cache + block * value_strides[0] + h * value_strides[1] + offset * value_strides[2]
+                    k_scale = key_scales[0] + block * key_scales[1] + h * key_scales[2] + offset * 4
+                    v_scale = value_scales[0] + block * value_scales[1] + h * value_scales[2] + offset * 4
+                    _store_heads(
+                        k_src, key_src_strides[0], k_dst, key_strides[2], key_strides[3], k_scale, codes, run_end - t, head_dim,
+                        tag, cache_tag, f32,
+                    )  # fmt: skip
+                    _store_heads(
+                        v_src, value_src_strides[0], v_dst, value_strides[2], value_strides[3], v_scale, codes, run_end - t,
+                        head_dim, tag, cache_tag, f32,
+                    )  # fmt: skip
+            t = run_end

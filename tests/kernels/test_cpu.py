@@ -126,11 +126,30 @@ def test_bits_do_not_depend_on_chunking_batch_or_threads(make_case, dtype, block
         numba.set_num_threads(before)
 
 
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3), (4, 1)], ids=str)
+@pytest.mark.parametrize("sliding_window", [None, 13])
+def test_rows_decoded_together_have_the_bits_they_have_alone(make_case, heads, sliding_window):
+    """Many rows' work items hold all KV heads, one row's a head each."""
+    lengths = [1, 16, 17, 40, 3, 32, 64, 63]
+    together = make_case(
+        lengths, [1] * len(lengths), num_heads=heads[0], num_kv_heads=heads[1], head_dim=48, block_size=16,
+        dtype=torch.float32, key_transposed=True,
+    )  # fmt: skip
+    got = decode(cpu, together, sliding_window=sliding_window)
+    for row, length in enumerate(lengths):
+        alone = together.clone()
+        alone.query, alone.q_lens = together.query[row : row + 1], [1]
+        alone.seq_lens_kv = torch.tensor([length], dtype=torch.int32)
+        alone.block_tables = together.block_tables[row : row + 1]
+        assert torch.equal(decode(cpu, alone, sliding_window=sliding_window)[0], got[row])
+
+
+@pytest.mark.parametrize("order", ["scattered", "in_runs"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_write_kv_fills_exactly_the_mapped_slots(dtype):
+def test_write_kv_fills_exactly_the_mapped_slots(dtype, order):
     gen = torch.Generator().manual_seed(3)
     key, value = torch.randn(2, 21, 3, 20, generator=gen).to(dtype)
-    slots = torch.randperm(48, generator=gen)[:21].clone()
+    slots = torch.randperm(48, generator=gen)[:21].clone() if order == "scattered" else torch.arange(5, 26)
     slots[4] = slots[17] = -1
     pools = []
     for backend in (reference, cpu):

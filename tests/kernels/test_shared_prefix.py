@@ -132,7 +132,9 @@ def test_a_group_is_cut_into_items_for_all_threads(monkeypatch, make_case, share
     on_threads(2, decode, cpu, case, shared=shared)
     cu_seqlens_q, seq_lens_kv, row_bounds, num_shared_blocks = seen[0][11:15]
     queries_per_item = seen[0][20]
-    items, bounds = kernels._plan_items(cu_seqlens_q, seq_lens_kv, row_bounds, num_shared_blocks, 1, 16, queries_per_item, 0, 2)
+    items, bounds = kernels._plan_items(
+        cu_seqlens_q, seq_lens_kv, row_bounds, num_shared_blocks, 1, 1, 16, queries_per_item, 0, 2
+    )
     rows = [int((items[a:b, 1] - items[a:b, 0]).sum()) for a, b in pairwise(bounds)]
     assert rows == [8, 8]
     assert int((items[: bounds[-1], 1] - items[: bounds[-1], 0]).max()) > 1
