@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from ..errors import MemoryPlanError, RowError
+from ..machine import without_collector
 from ..model import loader
 from ..request import Request, Sequence
 from ..sampling.sampler import ROWS_AT_ONCE, Sampler
@@ -42,7 +43,7 @@ class Engine:
         self._max_num_seqs, self._max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         assert config.threads
         set_threads(config.threads, config.backend)
-        with self.stats.timed("load"), _out_of_memory_is_told("the weights"):
+        with self.stats.timed("load"), _out_of_memory_is_told("the weights"), without_collector():
             model = loader.load_model(
                 opened.files,
                 opened.hf_config,

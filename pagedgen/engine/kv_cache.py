@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.api import LayerCache
+from ..machine import prefer_huge_pages
 from ..model.spec import SCALE_BYTES
 
 
@@ -31,6 +32,8 @@ class KVCache:
     ):
         region = block_size * (head_dim + (SCALE_BYTES if dtype == torch.int8 else 0))
         self.kv = torch.empty((num_blocks, num_layers, 2, num_kv_heads, region), dtype=dtype, device=device)
+        if device == "cpu":
+            prefer_huge_pages(self.kv.data_ptr(), self.kv.numel() * self.kv.element_size())
         self.layers: list[LayerCache] = []
         for layer in range(num_layers):
             key, key_scales = _views(self.kv[:, layer, 0], block_size, head_dim, transposed=key_transposed)
