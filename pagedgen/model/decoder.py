@@ -77,7 +77,10 @@ class _Buffers:
 
 
 class FusedDecoder:
-    """The forward pass of one model. Takes the model's weights over: the modules are not usable after it is made."""
+    """The forward pass of one model in the spec's dtype; the model's own may be shorter, as a checkpoint stores it.
+
+    Takes the model's weights over: the modules are not usable after it is made.
+    """
 
     def __init__(self, model: Any, spec: ModelSpec):
         invariant = RowInvariantProduct()
@@ -86,7 +89,7 @@ class FusedDecoder:
             return make_product(_joined(*linears) if len(linears) > 1 else linears[0], spec, invariant)
 
         decoder = model.model
-        self._dtype = model.dtype
+        self._dtype = getattr(torch, spec.dtype)
         self._eps = float(model.config.rms_norm_eps)
         self._heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._intermediate = spec.intermediate_size

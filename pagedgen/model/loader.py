@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
 
 from ..errors import ModelError, PagedgenError
 from ..machine import cpu_flags
@@ -160,11 +161,24 @@ def best_dtype(device: str, config: Any) -> str:
     return "bfloat16" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
 
 
+def _stored_dtype(files: ModelFiles) -> str | None:
+    """Return the 16-bit dtype that all tensors of a local checkpoint have; None where they have others, or it isn't known.
+
+    The config's word is not enough: tensors that are wider than it says would be rounded.
+    """
+    found = set()
+    for path in Path(files.path).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as tensors:
+            found |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118  it isn't a dict
+    return {frozenset({"BF16"}): "bfloat16", frozenset({"F16"}): "float16"}.get(frozenset(found))
+
+
 def load_model(files: ModelFiles, config: Any, spec: ModelSpec, device: str, *, row_invariant: bool, fused: bool) -> Forward:
     """Load the weights; return the model's forward pass with paged attention on its device.
 
     With `row_invariant` every product runs in agreeing row buckets (see `linear.py`). `fused`: by our own passes on CPU where
-    they know the model (see `decoder.py`), else by transformers' modules.
+    they know the model (see `decoder.py`), else by transformers' modules. A checkpoint in 16 bits that runs in fp32 stays as it
+    is stored where our own passes take it so.
 
     Raises:
         ModelError: tensors are missing from the checkpoint (they would be random), or it can't be read.
@@ -180,7 +194,7 @@ def load_model(files: ModelFiles, config: Any, spec: ModelSpec, device: str, *, 
         lambda: AutoModelForCausalLM.from_pretrained(
             files.path,
             config=config,
-            dtype=getattr(torch, spec.dtype),
+            dtype=getattr(torch, (_stored_dtype(files) if fused and spec.dtype == "float32" else None) or spec.dtype),
             attn_implementation=attention.ATTENTION_NAME,
             use_safetensors=None if files.allow_pickle else True,
             output_loading_info=True,
@@ -201,4 +215,5 @@ def load_model(files: ModelFiles, config: Any, spec: ModelSpec, device: str, *, 
     model.to(device)
     if fused and can_fuse(model):
         return FusedDecoder(model, spec)
+    model.to(getattr(torch, spec.dtype))
     return ModuleForward(model, make_row_invariant(model, spec) if row_invariant else {})

@@ -5,6 +5,7 @@ Library products in row buckets (`linear.py`), our own where they are faster (`p
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from .int8 import Int8Linear, is_quantized
@@ -19,7 +20,20 @@ def make_product(linear: nn.Linear, spec: ModelSpec, invariant: RowInvariantProd
     """Return a linear map as it runs on this machine; `invariant` keeps what the model's library products share."""
     if spec.quantization == "int8" and is_quantized(linear, spec.intermediate_size):
         return Int8Linear(linear)
-    return PanelLinear(linear) if panels_pay() else RowInvariantLinear(linear, invariant)
+    if panels_pay():
+        return PanelLinear(linear)
+    return RowInvariantLinear(_in_dtype(linear, getattr(torch, spec.dtype)), invariant)
+
+
+def _in_dtype(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
+    """Return a linear map with its weights in a dtype; itself if they are."""
+    if linear.weight.dtype == dtype:
+        return linear
+    other = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+    other.weight = nn.Parameter(linear.weight.to(dtype), requires_grad=False)
+    if linear.bias is not None:
+        other.bias = nn.Parameter(linear.bias.to(dtype), requires_grad=False)
+    return other
 
 
 def make_row_invariant(model: nn.Module, spec: ModelSpec) -> MeasuredBuckets:

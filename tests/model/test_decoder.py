@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from recorder import recorded
+from safetensors.torch import load_file, save_file
 
 from pagedgen.config import EngineConfig
 from pagedgen.engine.opened import open_model
@@ -53,6 +57,29 @@ def test_biases_and_a_tied_head(tiny_model, engine_run, reference_generate, make
     assert isinstance(run.engine.runner._model, FusedDecoder)
     prompts = make_prompts([3, 17, 30])
     assert run.answer(prompts, PARAMS) == reference_generate(model, prompts, PARAMS.max_tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "mixed"])
+def test_a_checkpoint_in_16_bits_has_the_bits_of_its_widened_copy(
+    tiny_model, tmp_path, engine_run, make_prompts, family, stored
+):  # fmt: skip
+    """In "mixed", one tensor is wider than the config says: it must not be rounded."""
+    source, seen = tiny_model(family), []
+    tensors = load_file(source / "model.safetensors")
+    dtype = torch.bfloat16 if stored == "mixed" else getattr(torch, stored)
+    short = {name: t.to(dtype) for name, t in tensors.items()}
+    if stored == "mixed":
+        name = max(short)
+        short[name] = tensors[name].float()
+    for directory, kept in (("short", short), ("wide", {name: t.float() for name, t in short.items()})):
+        shutil.copytree(source, tmp_path / directory)
+        save_file(kept, tmp_path / directory / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((source / "config.json").read_text())
+        config["dtype"] = "bfloat16" if stored == "mixed" else stored
+        (tmp_path / directory / "config.json").write_text(json.dumps(config))
+        seen.append(recorded(engine_run(tmp_path / directory, backend="cpu"), make_prompts([3, 17, 30]), PARAMS))
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("family", NOT_FUSED)
