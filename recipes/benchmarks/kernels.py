@@ -11,7 +11,8 @@ differ by several times:
     grouped      the same pool; enable_gqa=True, nothing repeated
     token_major  blocks (block_size, Hkv, D), the layout that suits a gather best; enable_gqa=True
 
-Read bandwidth is the best rate at which torch sums a buffer of the pool's size with the same threads. Prefill's twin is
+The pool is the engine's, with as many layers as the caches can't hold, and decode goes through them in turn. Read bandwidth is
+the median rate at which torch sums a buffer of the pool's size with the same threads. Prefill's twin is
 scaled_dot_product_attention on contiguous tensors; its rate counts half of the square. Products run through as many layers as
 the caches can't hold, as a step does: ours on bf16 weights (`model/panels.py`) against `linear` and oneDNN's prepacked weights.
 """
@@ -30,9 +31,12 @@ import numba
 import torch
 from pagedgen.kernels.api import load_backend
 
+from pagedgen.engine.kv_cache import KVCache
 from pagedgen.machine import cpu_name
 from pagedgen.model.linear import PACKED, RowInvariantLinear, RowInvariantProduct
 from pagedgen.model.panels import PanelLinear
+
+UNCACHED_BYTES = 256 * 2**20
 
 
 def median_ms(call, repeats: int) -> float:
@@ -46,11 +50,10 @@ def median_ms(call, repeats: int) -> float:
     return statistics.median(times) * 1e3
 
 
-def best_read_gb_per_s(num_bytes: int) -> float:
-    """Return the best rate of reading a buffer of this size in order."""
+def read_gb_per_s(num_bytes: int, repeats: int) -> float:
+    """Return the rate of reading a buffer of this size in order."""
     buffer = torch.ones(num_bytes // 4)
-    best = min(median_ms(buffer.sum, 1) for _ in range(20))
-    return num_bytes / best / 1e6
+    return num_bytes / median_ms(buffer.sum, repeats) / 1e6
 
 
 def measure(dtype: torch.dtype, args: argparse.Namespace) -> dict:
@@ -59,9 +62,14 @@ def measure(dtype: torch.dtype, args: argparse.Namespace) -> dict:
     block_size, rows, context = args.block_size, args.rows, args.context
     blocks_per_row = -(-context // block_size)
     num_blocks = rows * blocks_per_row
-    shape = (num_blocks, args.kv_heads, block_size, args.head_dim)
-    key, value = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
-    key_transposed = key.transpose(2, 3).contiguous().transpose(2, 3)
+    layer_bytes = 2 * num_blocks * args.kv_heads * block_size * args.head_dim * dtype.itemsize
+    num_layers = -(-UNCACHED_BYTES // layer_bytes)
+    pool = KVCache(
+        num_blocks=num_blocks, num_layers=num_layers, num_kv_heads=args.kv_heads, block_size=block_size,
+        head_dim=args.head_dim, dtype=dtype, device="cpu", key_transposed=True,
+    )  # fmt: skip
+    pool.kv.normal_()
+    key, value = (t.contiguous() for t in (pool.layers[0].key, pool.layers[0].value))
     tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).view(rows, -1)
     lengths = torch.full((rows,), context, dtype=torch.int32)
     lengths[0] = context - 3
@@ -75,8 +83,9 @@ def measure(dtype: torch.dtype, args: argparse.Namespace) -> dict:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     by_token = [t.transpose(1, 2).contiguous() for t in (key, value)]
 
-    def paged():
-        backend.paged_decode(query, key_transposed, value, int_tables, lengths, out, scale=scale)
+    def paged(layers):
+        for layer in layers:
+            backend.paged_decode(query, layer.key, layer.value, int_tables, lengths, out, scale=scale)
 
     def gather(cache):
         return cache[tables].permute(0, 2, 1, 3, 4).reshape(rows, args.kv_heads, padded, args.head_dim)
@@ -92,13 +101,12 @@ def measure(dtype: torch.dtype, args: argparse.Namespace) -> dict:
         k, v = (t[tables].reshape(rows, padded, args.kv_heads, args.head_dim).transpose(1, 2) for t in by_token)
         return sdpa(q4, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
-    paged()
+    paged(pool.layers[:1])
     error = float((out.float() - expanded()[:, :, 0].float()).abs().max())
-    pool_bytes = 2 * key.numel() * key.element_size()
-    ours = median_ms(paged, args.repeats)
+    ours = median_ms(lambda: paged(pool.layers), args.repeats) / num_layers
     twins = {f.__name__: median_ms(f, args.repeats) for f in (expanded, grouped, token_major)}
-    bandwidth = best_read_gb_per_s(pool_bytes)
-    rate = pool_bytes / ours / 1e6
+    bandwidth = read_gb_per_s(layer_bytes * num_layers, args.repeats)
+    rate = layer_bytes / ours / 1e6
     return {
         "benchmark": "paged_decode_cpu",
         "dtype": str(dtype).removeprefix("torch."),
