@@ -15,7 +15,7 @@ from .simd import load, load_sums, store, take_next, vadd, vmul, widen_bytes
 from .tiles import madd_tile, pv_tile
 
 PANEL = 16
-_RUNS_PER_THREAD = 8
+_RUNS_PER_THREAD = 8  # so few that a run is a long stretch of memory, so many that threads end together
 _DEPTH = 192  # input channels of a slice: 12 KiB in fp32, beside the rows' part in an L1 cache
 
 
@@ -40,9 +40,18 @@ def _item(item, num_panels, num_rows, rows_per_item):
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _num_runs(num_items, num_threads):
-    """In how many runs of neighbouring items threads take a product's: a thread that is held up takes fewer."""
-    return min(num_items, _RUNS_PER_THREAD * num_threads)
+def _next_item(item, end, taken, num_items, num_threads):
+    """The item after `item`, and where its thread's run of neighbouring items ends; an item of `num_items` when all are taken.
+
+    A thread that is at its run's end takes the next one: who is held up takes fewer. `taken` counts the runs, for all threads.
+    """
+    if item + 1 < end:
+        return item + 1, end
+    num_runs = min(num_items, _RUNS_PER_THREAD * num_threads)
+    run = take_next(taken.ctypes.data)
+    if run >= num_runs:
+        return num_items, num_items
+    return num_items * run // num_runs, num_items * (run + 1) // num_runs
 
 
 @locked
@@ -55,32 +64,30 @@ def product(x, packed, bias, out, num_rows, in_features, num_panels, rows_per_it
     """
     num_items = _num_items(num_panels, num_rows, rows_per_item)
     weight_row = PANEL * weight_tag.itemsize
-    num_runs, taken = _num_runs(num_items, num_threads), np.zeros(1, np.int64)
+    taken = np.zeros(1, np.int64)
     for _ in prange(num_threads):
         slice_buf = np.empty(_DEPTH * PANEL, np.float32)
         sums = np.empty((rows_per_item, PANEL), np.float32)
         ones = np.ones(rows_per_item, np.float32)
-        run = take_next(taken.ctypes.data)
-        while run < num_runs:
-            for item in range(num_items * run // num_runs, num_items * (run + 1) // num_runs):
-                panel, first, count = _item(item, num_panels, num_rows, rows_per_item)
-                sums[:count] = 0
-                for start in range(0, in_features, _DEPTH):
-                    depth = min(_DEPTH, in_features - start)
-                    weight = packed + (panel * in_features + start) * weight_row
-                    _widen(weight, slice_buf.ctypes.data, depth * PANEL, weight_tag, f32)
-                    pv_tile(
-                        x + (first * in_features + start) * 4, in_features * 4, slice_buf.ctypes.data, PANEL * 4, f32,
-                        sums.ctypes.data, PANEL * 4, ones.ctypes.data, depth, count, weight + depth * weight_row, weight_row, 1,
-                        16,
-                    )  # fmt: skip
-                for r in range(count):
-                    target = out + ((first + r) * num_panels + panel) * PANEL * out_tag.itemsize
-                    total = load(sums.ctypes.data + r * PANEL * 4, f32, 16)
-                    if bias.shape[0] > 0:
-                        total = vadd(total, load(bias.ctypes.data + panel * PANEL * 4, f32, 16))
-                    store(target, total, out_tag)
-            run = take_next(taken.ctypes.data)
+        item, end = _next_item(0, 0, taken, num_items, num_threads)
+        while item < num_items:
+            panel, first, count = _item(item, num_panels, num_rows, rows_per_item)
+            sums[:count] = 0
+            for start in range(0, in_features, _DEPTH):
+                depth = min(_DEPTH, in_features - start)
+                weight = packed + (panel * in_features + start) * weight_row
+                _widen(weight, slice_buf.ctypes.data, depth * PANEL, weight_tag, f32)
+                pv_tile(
+                    x + (first * in_features + start) * 4, in_features * 4, slice_buf.ctypes.data, PANEL * 4, f32,
+                    sums.ctypes.data, PANEL * 4, ones.ctypes.data, depth, count, weight + depth * weight_row, weight_row, 1, 16,
+                )  # fmt: skip
+            for r in range(count):
+                target = out + ((first + r) * num_panels + panel) * PANEL * out_tag.itemsize
+                total = load(sums.ctypes.data + r * PANEL * 4, f32, 16)
+                if bias.shape[0] > 0:
+                    total = vadd(total, load(bias.ctypes.data + panel * PANEL * 4, f32, 16))
+                store(target, total, out_tag)
+            item, end = _next_item(item, end, taken, num_items, num_threads)
 
 
 @locked
@@ -92,26 +99,25 @@ def product_int8(x, packed, scales, out, num_rows, in_features, num_panels, rows
     16) fp32: addresses of contiguous arrays. scales (num_panels * 16,) fp32. in_features is even and below 2**17.
     """
     num_items, num_pairs, depth = _num_items(num_panels, num_rows, rows_per_item), in_features // 2, _DEPTH
-    num_runs, taken = _num_runs(num_items, num_threads), np.zeros(1, np.int64)
+    taken = np.zeros(1, np.int64)
     for _ in prange(num_threads):
         slice_buf = np.empty(2 * depth * PANEL, np.int16)
         sums = np.empty((rows_per_item, PANEL), np.int32)
-        run = take_next(taken.ctypes.data)
-        while run < num_runs:
-            for item in range(num_items * run // num_runs, num_items * (run + 1) // num_runs):
-                panel, first, count = _item(item, num_panels, num_rows, rows_per_item)
-                sums[:count] = 0
-                for start in range(0, num_pairs, depth):
-                    pairs = min(depth, num_pairs - start)
-                    weight = packed + (panel * num_pairs + start) * 2 * PANEL
-                    for pair in range(pairs):
-                        widen_bytes(weight + pair * 2 * PANEL, slice_buf.ctypes.data + pair * 4 * PANEL)
-                    madd_tile(
-                        x + (first * in_features + 2 * start) * 2, in_features * 2, slice_buf.ctypes.data, sums.ctypes.data,
-                        PANEL * 4, pairs, count,
-                    )  # fmt: skip
-                scale = load(scales.ctypes.data + panel * PANEL * 4, f32, 16)
-                for r in range(count):
-                    target = out + ((first + r) * num_panels + panel) * PANEL * 4
-                    store(target, vmul(load_sums(sums.ctypes.data + r * PANEL * 4, 16), scale), f32)
-            run = take_next(taken.ctypes.data)
+        item, end = _next_item(0, 0, taken, num_items, num_threads)
+        while item < num_items:
+            panel, first, count = _item(item, num_panels, num_rows, rows_per_item)
+            sums[:count] = 0
+            for start in range(0, num_pairs, depth):
+                pairs = min(depth, num_pairs - start)
+                weight = packed + (panel * num_pairs + start) * 2 * PANEL
+                for pair in range(pairs):
+                    widen_bytes(weight + pair * 2 * PANEL, slice_buf.ctypes.data + pair * 4 * PANEL)
+                madd_tile(
+                    x + (first * in_features + 2 * start) * 2, in_features * 2, slice_buf.ctypes.data, sums.ctypes.data,
+                    PANEL * 4, pairs, count,
+                )  # fmt: skip
+            scale = load(scales.ctypes.data + panel * PANEL * 4, f32, 16)
+            for r in range(count):
+                target = out + ((first + r) * num_panels + panel) * PANEL * 4
+                store(target, vmul(load_sums(sums.ctypes.data + r * PANEL * 4, 16), scale), f32)
+            item, end = _next_item(item, end, taken, num_items, num_threads)

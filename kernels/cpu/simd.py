@@ -67,7 +67,7 @@ def fma(builder, a, b, c):
 
 
 def fetch(builder, address):
-    """Ask for the cache line at an address, which will be read soon."""
+    """Ask for the cache line at an address, which will be read soon: into the L2 cache, since the L1 is full."""
     byte_p, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
     prefetch_t = ir.FunctionType(ir.VoidType(), [byte_p, i32, i32, i32])
     prefetch = cgutils.get_or_insert_function(builder.module, prefetch_t, "llvm.prefetch.p0")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import RowError, UsageError
+from ..machine import without_collector
 from ..model import loader
 from ..model.inspection import inspect_model
 from ..model.spec import ModelSpec
@@ -100,6 +101,7 @@ class OpenedModel:
         )
 
 
+@without_collector()
 def open_model(config: EngineConfig, *, planning: bool = False, chat_template: str | None = None) -> OpenedModel:
     """Open a model without its weights and resolve the settings for it.
 

@@ -35,6 +35,16 @@ _WINDOWS: dict[str, Any] = {
 }
 
 
+def may_fuse(config: Any) -> bool:
+    """Return True for the config of a known class, whose model `can_fuse` may take."""
+    from transformers import AutoModelForCausalLM
+
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return False  # it comes with code of its own
+    mapping = AutoModelForCausalLM._model_mapping
+    return type(config) in mapping and getattr(mapping[type(config)], "__name__", None) in _WINDOWS
+
+
 def can_fuse(model: nn.Module) -> bool:
     """Return True for a model of a known class whose sizes the compiled passes take."""
     import transformers

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from ..errors import ModelError, PagedgenError
 from ..machine import cpu_flags
 from . import attention, demo
-from .decoder import FusedDecoder, can_fuse
+from .decoder import FusedDecoder, can_fuse, may_fuse
 from .forward import Forward, ModuleForward
 from .products import make_row_invariant
 from .spec import ModelSpec
@@ -177,8 +177,8 @@ def load_model(files: ModelFiles, config: Any, spec: ModelSpec, device: str, *, 
     """Load the weights; return the model's forward pass with paged attention on its device.
 
     With `row_invariant` every product runs in agreeing row buckets (see `linear.py`). `fused`: by our own passes on CPU where
-    they know the model (see `decoder.py`), else by transformers' modules. A checkpoint in 16 bits that runs in fp32 stays as it
-    is stored where our own passes take it so.
+    they know the model (see `decoder.py`), else by transformers' modules. A checkpoint in 16 bits that runs in fp32 by our own
+    passes is loaded as it is stored. Other models may make numbers of their own in the dtype that they are loaded in.
 
     Raises:
         ModelError: tensors are missing from the checkpoint (they would be random), or it can't be read.
@@ -188,13 +188,14 @@ def load_model(files: ModelFiles, config: Any, spec: ModelSpec, device: str, *, 
 
     attention.register()
     logging.disable_progress_bar()
+    as_stored = fused and spec.dtype == "float32" and may_fuse(config)
     loaded: Any = told(  # with output_loading_info a pair, which its type doesn't say
         files,
         "weights",
         lambda: AutoModelForCausalLM.from_pretrained(
             files.path,
             config=config,
-            dtype=getattr(torch, (_stored_dtype(files) if fused and spec.dtype == "float32" else None) or spec.dtype),
+            dtype=getattr(torch, (_stored_dtype(files) if as_stored else None) or spec.dtype),
             attn_implementation=attention.ATTENTION_NAME,
             use_safetensors=None if files.allow_pickle else True,
             output_loading_info=True,

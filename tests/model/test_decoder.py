@@ -59,13 +59,24 @@ def test_biases_and_a_tied_head(tiny_model, engine_run, reference_generate, make
     assert run.answer(prompts, PARAMS) == reference_generate(model, prompts, PARAMS.max_tokens)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("stored", ["bfloat16", "float16", "mixed"])
+# Sizes whose square root, which Gemma multiplies embeddings with, is no short number; rotary angles that are computed in steps.
+ODD = {"hidden_size": 80}
+ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ROPE}
+
+
+@pytest.mark.parametrize(
+    ("family", "stored", "settings"),
+    [(family, "bfloat16", {}) for family in FUSED + NOT_FUSED]
+    + [(family, stored, {}) for family in ("llama", "gemma2") for stored in ("float16", "mixed")]
+    + [("gemma2", "bfloat16", ODD), ("gemma3", "bfloat16", ODD)]
+    + [("llama", "bfloat16", {"rope_parameters": rope}) for rope in (LLAMA3, {"rope_type": "yarn", **ROPE})],
+)
 def test_a_checkpoint_in_16_bits_has_the_bits_of_its_widened_copy(
-    tiny_model, tmp_path, engine_run, make_prompts, family, stored
+    tiny_model, tmp_path, engine_run, make_prompts, family, stored, settings
 ):  # fmt: skip
     """In "mixed", one tensor is wider than the config says: it must not be rounded."""
-    source, seen = tiny_model(family), []
+    source, seen = tiny_model(family, **settings), []
     tensors = load_file(source / "model.safetensors")
     dtype = torch.bfloat16 if stored == "mixed" else getattr(torch, stored)
     short = {name: t.to(dtype) for name, t in tensors.items()}
