@@ -11,7 +11,7 @@ _SOURCES = {
     "kernels": ("simd.py", "tiles.py", "kernels.py"),
     "write": ("simd.py", "quantize.py", "write.py"),
     "rows": ("simd.py", "quantize.py", "rows.py"),
-    "gemm": ("simd.py", "tiles.py", "gemm.py"),
+    "gemm": ("simd.py", "tiles.py", "quantize.py", "gemm.py"),
 }
 
 

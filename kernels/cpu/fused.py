@@ -6,7 +6,7 @@ All tensors are contiguous. A product may come with `scales` (T,) fp32, by which
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,9 @@ from . import load_kernels
 
 _F32 = np.empty(0, np.float32)
 _UINT8, _INT16 = np.empty(0, np.uint8), np.empty(0, np.int16)
-_ROWS_PER_ITEM = 128  # of a product: their inputs of one slice stay in the L2 cache
+_PAIRS = np.empty(0, np.uint32)
+_BLOCK_BYTES = 2**19  # of the rows of a product's work item: they stay in the L2 cache
+_GROUP_ROWS = 12  # that are multiplied at once, or twice as many as are
 # What tells a compiled kernel the dtype behind an address (see `simd.py`).
 TAGS: dict[torch.dtype, np.ndarray[Any, Any]] = {
     torch.float32: _F32,
@@ -108,22 +110,33 @@ def silu_mul(gate_up: torch.Tensor, scales: torch.Tensor | None, out: torch.Tens
     )
 
 
-def pack(weight: torch.Tensor, together: int = 1) -> torch.Tensor:
-    """Return a weight (N, C) in panels of 16 output channels, filled up with zeros: (P, C / together, 16, together).
+def panel_width() -> int:
+    """Return how many output channels a panel has."""
+    return load_kernels("gemm")[0].PANEL
 
-    Input channels that are multiplied `together` lie side by side, see `gemm.py`.
+
+def pack(weight: torch.Tensor, together: int = 1) -> torch.Tensor:
+    """Return a weight (N, C) in panels of output channels, filled up with zeros: (P, C / together, width, together).
+
+    Input channels that are multiplied `together` lie side by side. bf16 comes as int32 (P, C, width / 2, 1), see `gemm.py`.
     """
-    width = load_kernels("gemm")[0].PANEL
+    width = panel_width()
     out_features, in_features = weight.shape
     filled = torch.nn.functional.pad(weight, (0, 0, 0, -out_features % width))
+    if weight.dtype == torch.bfloat16:
+        return filled.view(-1, 2, width // 2, in_features).permute(0, 3, 2, 1).contiguous().view(torch.int32)
     return filled.view(-1, width, in_features // together, together).transpose(1, 2).contiguous()
 
 
-def product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return x @ weight^T + bias in `dtype`, (T, P * 16). x (T, C) fp32, packed (P, C, 16, 1) floats, bias (P * 16,) fp32."""
+def product(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool = False
+) -> None:
+    """out = x @ weight^T + bias. x (T, C) fp32, packed by `pack`, bias (P * width,) fp32, out (T, P * width).
+
+    gated: out (T, P / 2 * width) = silu(the first half) * the second.
+    """
     kernels, num_threads = load_kernels("gemm")
-    num_panels, in_features, width, _ = packed.shape
-    out = torch.empty(x.shape[0], num_panels * width, dtype=dtype)
+    num_panels, in_features = packed.shape[:2]
     kernels.product(
         x.data_ptr(),
         packed.data_ptr(),
@@ -132,33 +145,65 @@ def product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, dt
         x.shape[0],
         in_features,
         num_panels,
-        _ROWS_PER_ITEM,
+        2 if gated else 1,
+        _rows_per_item(x),
         num_threads,
-        TAGS[packed.dtype],
-        TAGS[dtype],
+        _PAIRS if packed.dtype == torch.int32 else TAGS[packed.dtype],
+        TAGS[out.dtype],
         _F32,
     )
-    return out
 
 
-def product_int8(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return x @ weight^T * scales, (T, P * 16) fp32. x (T, C) int16, packed (P, C / 2, 16, 2) int8, scales (P * 16,) fp32."""
+class Int8Panels(NamedTuple):
+    """A weight (N, C) of whole numbers in panels, for `product_int8`."""
+
+    packed: torch.Tensor  # (P, C / together, width, together) int8
+    starts: torch.Tensor  # (P * width,) int32: -128 times each channel's sum
+    scales: torch.Tensor  # (P * width,) fp32
+
+
+def pack_int8(weight: torch.Tensor, scales: torch.Tensor) -> Int8Panels:
+    """Return a weight (N, C) int8 of magnitudes to 127, to be multiplied by `scales` (N,); C is a multiple of 4."""
+    packed = pack(weight, load_kernels("gemm")[0].TOGETHER)
+    extra = packed.shape[0] * packed.shape[2] - weight.shape[0]
+    starts = -128 * weight.sum(dim=1, dtype=torch.int32)
+    return Int8Panels(packed, *(torch.nn.functional.pad(t, (0, extra)) for t in (starts, scales)))
+
+
+def quantize_for_panels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `quantize(x)` in the dtype that `product_int8` takes."""
+    return quantize(x, torch.uint8 if load_kernels("gemm")[0].TOGETHER == 4 else torch.int16)
+
+
+def product_int8(x: torch.Tensor, weight: Int8Panels, out: torch.Tensor, *, row_scales: torch.Tensor | None = None) -> None:
+    """out (T, P * width) = x @ weight^T * scales. x (T, C) by `quantize_for_panels`.
+
+    With `row_scales` (T,) fp32, gated: out (T, P / 2 * width) = silu(the first half) * the second, of rows multiplied by them.
+    """
     kernels, num_threads = load_kernels("gemm")
-    num_panels, _, width, _ = packed.shape
-    out = torch.empty(x.shape[0], num_panels * width)
     kernels.product_int8(
         x.data_ptr(),
-        packed.data_ptr(),
-        scales.numpy(),
+        weight.packed.data_ptr(),
+        weight.starts.numpy(),
+        weight.scales.numpy(),
+        _F32 if row_scales is None else row_scales.numpy(),
         out.data_ptr(),
         x.shape[0],
         x.shape[1],
-        num_panels,
-        _ROWS_PER_ITEM,
+        weight.packed.shape[0],
+        1 if row_scales is None else 2,
+        _rows_per_item(x),
         num_threads,
+        TAGS[out.dtype],
         _F32,
     )
-    return out
+
+
+def _rows_per_item(x: torch.Tensor) -> int:
+    """Return how many rows a product's work item takes: about as many as the L2 cache holds, all items alike."""
+    num_rows, row_bytes = x.shape[0], x.shape[1] * x.element_size()
+    blocks = max(1, -(-num_rows * row_bytes // _BLOCK_BYTES))
+    return max(1, -(-num_rows // (blocks * _GROUP_ROWS))) * _GROUP_ROWS
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype = torch.uint8) -> tuple[torch.Tensor, torch.Tensor]:

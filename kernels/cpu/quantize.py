@@ -12,6 +12,12 @@ from numba import njit
 from .simd import hmax, hsum, load, splat, vadd, vdiv, vmax, vmul, vsub
 
 
+@njit(boundscheck=False, error_model="numpy")
+def row_scale(scales, row):
+    """Return a row's scale; 1 where there are none."""
+    return scales[row] if scales.shape[0] > 0 else np.float32(1)
+
+
 def make_quantize(width, put):
     """Build the quantization of contiguous elements by `width`-lane vectors, stored by `put` (both compile-time constants)."""
 

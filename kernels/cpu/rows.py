@@ -11,14 +11,8 @@ import numpy as np
 from numba import njit, prange
 
 from ..disk_cache import locked
-from .quantize import make_quantize
-from .simd import hsum, load, splat, store, store_whole, vadd, vdiv, vexp, vmul, vsub
-
-
-@njit(boundscheck=False, error_model="numpy")
-def _row_scale(scales, row):
-    """A row's scale; 1 where there are none."""
-    return scales[row] if scales.shape[0] > 0 else np.float32(1)
+from .quantize import make_quantize, row_scale
+from .simd import hsum, load, splat, store, store_whole, vadd, vmul, vsilu, vsub
 
 
 @njit(boundscheck=False, error_model="numpy")
@@ -49,7 +43,7 @@ def add_rms_norm(residual, delta, scales, weight, out, num_rows, width, eps, num
         for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
             x, d, o = residual + r * width * 4, delta + r * width * delta_tag.itemsize, out + r * width * tag.itemsize
             if delta != 0:
-                scale = splat(_row_scale(scales, r), 16)
+                scale = splat(row_scale(scales, r), 16)
                 for c in range(width // 16):
                     added = vmul(load(d + c * 16 * delta_tag.itemsize, delta_tag, 16), scale)
                     store(x + c * 64, vadd(load(x + c * 64, f32, 16), added), f32)
@@ -95,7 +89,7 @@ def rotate(
     for thread in prange(num_threads):
         for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
             source = qkv + r * (num_heads + 2 * num_kv_heads) * qkv_head
-            at_cos, at_sin, scale = cos + r * head_dim * 4, sin + r * head_dim * 4, _row_scale(scales, r)
+            at_cos, at_sin, scale = cos + r * head_dim * 4, sin + r * head_dim * 4, row_scale(scales, r)
             for h in range(num_heads):
                 at, target = source + h * qkv_head, query + (r * num_heads + h) * head
                 _rotate_head(at, target, scale, at_cos, at_sin, q_weight, head_dim, eps, qkv_tag, tag, f32)
@@ -116,15 +110,14 @@ def silu_mul(gate_up, scales, out, num_rows, width, num_threads, gate_up_tag, ta
 
     scales (rows,) fp32 of gate_up's rows, or empty.
     """
-    one, zero = splat(np.float32(1), 16), splat(np.float32(0), 16)
     for thread in prange(num_threads):
         for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
             gate, o = gate_up + 2 * r * width * gate_up_tag.itemsize, out + r * width * tag.itemsize
-            scale = splat(_row_scale(scales, r), 16)
+            scale = splat(row_scale(scales, r), 16)
             for c in range(0, width, 16):
                 g = vmul(load(gate + c * gate_up_tag.itemsize, gate_up_tag, 16), scale)
                 u = vmul(load(gate + (width + c) * gate_up_tag.itemsize, gate_up_tag, 16), scale)
-                store(o + c * tag.itemsize, vmul(vdiv(g, vadd(one, vexp(vsub(zero, g)))), u), tag)
+                store(o + c * tag.itemsize, vmul(vsilu(g), u), tag)
 
 
 _quantize_row_16 = make_quantize(16, store_whole)

@@ -2,8 +2,8 @@
 
 Everything works on raw addresses (int64), so a kernel addresses any layout by 64-bit byte offsets. Loads widen the stored
 dtype to fp32; which dtype it is comes from the *type* of a `tag` argument, an empty numpy array of the storage type (uint16
-stands for bf16, int16 for fp16, int8 for the codes of a quantized pool), so that numba specializes and caches one kernel per
-dtype. `width` arguments must be literal constants.
+stands for bf16, int16 for fp16, int8 for the codes of a quantized pool, uint32 for pairs of bf16, see `halves_of_pairs`), so
+that numba specializes and caches one kernel per dtype. `width` arguments must be literal constants.
 
 LLVM lowers the portable vector IR to AVX-512, AVX2 or NEON. No operation is marked reassociable: the order of every sum is
 the order written here, on every machine and for any number of rows handled together.
@@ -21,7 +21,7 @@ _I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 
 
-ITEM_BYTES = {"float32": 4, "uint16": 2, "int16": 2, "int8": 1}
+ITEM_BYTES = {"float32": 4, "uint16": 2, "int16": 2, "int8": 1, "uint32": 4}
 LARGEST_CODE = 127.0  # of an int8; -128 stays unused, so that a code's negative is one too
 
 
@@ -182,6 +182,17 @@ def widen_bytes(typingctx, source, target):
     return types.void(types.int64, types.int64), codegen
 
 
+def halves_of_pairs(builder, address, width):
+    """Load `width` words of 32 bits, two bf16 each; return the lower halves and the upper ones as fp32 vectors.
+
+    That is one instruction a vector; bf16 side by side take two, to spread them out and to shift them.
+    """
+    words = builder.load(builder.inttoptr(address, ir.VectorType(_I32, width).as_pointer()))
+    words.align = 4
+    low, high = builder.shl(words, _ints(width, 16)), builder.and_(words, _ints(width, 0xFFFF0000))
+    return builder.bitcast(low, vector_type(width)), builder.bitcast(high, vector_type(width))
+
+
 @intrinsic(prefer_literal=True)
 def load_sums(typingctx, address, width):
     """Load `width` int32 sums as fp32."""
@@ -219,15 +230,21 @@ def take_next(typingctx, counter):
     return types.int64(types.int64), codegen
 
 
-@intrinsic
-def is_int8(typingctx, tag):
-    """Return whether the tag stands for int8: a constant, so that the other branch is not compiled."""
-    answer = int(dtype_name(tag) == "int8")
+def _is_dtype(name):
+    @intrinsic
+    def question(typingctx, tag):
+        answer = int(dtype_name(tag) == name)
 
-    def codegen(context, builder, signature, args):
-        return ir.Constant(ir.IntType(1), answer)
+        def codegen(context, builder, signature, args):
+            return ir.Constant(ir.IntType(1), answer)
 
-    return types.boolean(tag), codegen
+        return types.boolean(tag), codegen
+
+    return question
+
+
+# Whether the tag stands for a dtype: constants, so that the other branch is not compiled.
+is_int8, is_pairs = _is_dtype("int8"), _is_dtype("uint32")
 
 
 @intrinsic(prefer_literal=True)
@@ -348,6 +365,18 @@ def vexp(typingctx, v):
 
     def codegen(context, builder, signature, args):
         return _emit_exp(builder, args[0])
+
+    return v(v), codegen
+
+
+@intrinsic
+def vsilu(typingctx, v):
+    """x / (1 + exp(-x)) of every lane."""
+
+    def codegen(context, builder, signature, args):
+        width = args[0].type.count
+        e = _emit_exp(builder, builder.fsub(constant(width, 0.0), args[0]))
+        return builder.fdiv(args[0], builder.fadd(constant(width, 1.0), e))
 
     return v(v), codegen
 

@@ -20,14 +20,17 @@ from .simd import (
     dtype_name,
     fetch,
     fma,
+    halves_of_pairs,
     load_widened,
     store_narrowed,
     vector_type,
 )
 
+_FEATURES = binding.get_host_cpu_features()
 # Lanes of a register, and sums of 16 lanes that stay in registers beside what is loaded: AVX-512 has 32 registers of 16 lanes;
 # AVX2 has 16 of 8, NEON 32 of 4. More would be written to the stack and read again with every product.
-_LANES, NUM_SUMS = (16, 16) if binding.get_host_cpu_features().get("avx512f") else (8, 6)
+LANES, NUM_SUMS = (16, 24) if _FEATURES.get("avx512f") else (8, 6)
+_MOST_ROWS = 12  # of a group, however many sums there is room for
 
 
 def _offset(builder, base, index, stride):
@@ -40,7 +43,7 @@ def _accumulators(builder, vec_t, rows, cols):
 
 
 def _for_row_groups(builder, num_rows, largest, emit):
-    """Emit code that handles `num_rows` rows in groups of `largest` (8 at most), and the rest in smaller ones.
+    """Emit code that handles `num_rows` rows in groups of `largest`, 12 at most, and the rest in one or two smaller ones.
 
     `emit(first_row, rows)` emits one group; the rows of a group share what they load, not what they compute, so a row's
     result doesn't depend on its group. A group of 1 to 3 rows takes about as long as one of 4, too few sums being in flight
@@ -51,16 +54,9 @@ def _for_row_groups(builder, num_rows, largest, emit):
     def number(value):
         return ir.Constant(I64, value)
 
-    def left():
-        return builder.sub(num_rows, builder.load(done))
-
     def group(rows):
         emit(builder.load(done), rows)
         builder.store(builder.add(builder.load(done), number(rows)), done)
-
-    def group_if(condition, rows):
-        with builder.if_then(condition):
-            group(rows)
 
     groups, rest = builder.sdiv(num_rows, number(largest)), builder.srem(num_rows, number(largest))
     if largest == 6:
@@ -69,13 +65,15 @@ def _for_row_groups(builder, num_rows, largest, emit):
         groups = builder.sub(groups, builder.zext(shares, I64))
     with cgutils.for_range(builder, groups):
         group(largest)
-    if largest == 6:  # 1 to 5 are left, or 7, 8 or 9: 4 + 3, 4 + 4, 5 + 4
-        group_if(builder.or_(builder.icmp_signed("==", left(), number(5)), builder.icmp_signed("==", left(), number(9))), 5)
-        group_if(builder.icmp_signed("==", left(), number(8)), 4)
-    if largest > 4:
-        group_if(builder.icmp_signed(">=", left(), number(4)), 4)
-    for rows in range(min(3, largest - 1), 0, -1):
-        group_if(builder.icmp_signed("==", left(), number(rows)), rows)
+    rest = builder.sub(num_rows, builder.load(done))
+    whole = 5 if largest == 6 else (largest + 1) // 2  # a rest of so many is one group; a larger one, two halves
+    half = builder.sdiv(builder.add(rest, number(1)), number(2))
+    first = builder.select(builder.icmp_signed(">", rest, number(whole)), half, rest)
+    with cgutils.for_range(builder, number(2)) as loop:
+        part = builder.select(builder.icmp_signed("==", loop.index, number(0)), first, builder.sub(rest, first))
+        for rows in range(1, whole + 1):
+            with builder.if_then(builder.icmp_signed("==", part, number(rows))):
+                group(rows)
 
 
 def _fetch_ahead(builder, ahead, index, row_bytes, num_bytes):
@@ -85,18 +83,30 @@ def _fetch_ahead(builder, ahead, index, row_bytes, num_bytes):
         fetch(builder, builder.add(start, ir.Constant(I64, offset)))
 
 
+def _line_bytes(name, count):
+    """Return the bytes of `count` stored elements; a pair of bf16 is two."""
+    return count * ITEM_BYTES[name] // (2 if name == "uint32" else 1)
+
+
 def _add_products(builder, line, name, column, row_stride, slots):
     """slots[r][c] += (the fp32 at `column` of row r) * (vector c of the stored dtype at `line`).
 
     What there is less of stays in registers, the rows' numbers or the vectors: beside the sums there is no room for both.
+    Of pairs of bf16, vector c is the lower halves of the words c, and the upper ones of the words c - half the vectors.
     """
     lanes = slots[0][0].type.pointee.count
+    pairs = {}
 
     def number(r):
         scalar = builder.load(builder.inttoptr(_offset(builder, column, r, row_stride), F32.as_pointer()))
         return broadcast(builder, scalar, lanes)
 
     def vector(c):
+        if name == "uint32":
+            words = c % (len(slots[0]) // 2)
+            if words not in pairs:
+                pairs[words] = halves_of_pairs(builder, builder.add(line, ir.Constant(I64, words * lanes * 4)), lanes)
+            return pairs[words][c != words]
         return load_widened(builder, builder.add(line, ir.Constant(I64, c * lanes * ITEM_BYTES[name])), name, lanes)
 
     def add(r, c, spread, values):
@@ -133,7 +143,7 @@ def qk_tile(typingctx, q, q_row, k, k_row, tag, scores, scores_row, depth, num_r
     inside its block). scores: fp32, one row each `scores_row` bytes. The sum over d runs in order for every element.
     ahead: the address of what is read next, asked for as this tile is read, a line of the same length each `ahead_row` bytes.
     """
-    lanes = min(width.literal_value, _LANES)
+    lanes = min(width.literal_value, LANES)
     num_vectors = cols.literal_value * width.literal_value // lanes
     name = dtype_name(tag)
 
@@ -147,13 +157,13 @@ def qk_tile(typingctx, q, q_row, k, k_row, tag, scores, scores_row, depth, num_r
             q_first = builder.add(q_, builder.mul(first, q_row_))
             with cgutils.for_range(builder, depth_) as loop:
                 k_line = builder.add(k_, builder.mul(loop.index, k_row_))
-                _fetch_ahead(builder, ahead_, loop.index, ahead_row_, num_vectors * lanes * ITEM_BYTES[name])
+                _fetch_ahead(builder, ahead_, loop.index, ahead_row_, _line_bytes(name, num_vectors * lanes))
                 q_column = builder.add(q_first, builder.mul(loop.index, ir.Constant(I64, 4)))
                 _add_products(builder, k_line, name, q_column, q_row_, acc)
             s_first = builder.add(s_, builder.mul(first, s_row_))
             _store_sums(builder, s_first, s_row_, acc)
 
-        _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // cols.literal_value), emit)
+        _for_row_groups(builder, num_rows_, min(_MOST_ROWS, NUM_SUMS // cols.literal_value), emit)
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -168,7 +178,7 @@ def pv_tile(typingctx, p, p_row, v, v_row, tag, acc, acc_row, correction, num_to
     `acc_row` bytes. correction: fp32, one a row. `num_rows` rows by `cols` vectors of `width` lanes of head_dim. ahead,
     ahead_row: as `qk_tile`'s.
     """
-    lanes = min(width.literal_value, _LANES)
+    lanes = min(width.literal_value, LANES)
     num_vectors = cols.literal_value * width.literal_value // lanes
     name = dtype_name(tag)
 
@@ -188,34 +198,46 @@ def pv_tile(typingctx, p, p_row, v, v_row, tag, acc, acc_row, correction, num_to
             p_first = builder.add(p_, builder.mul(first, p_row_))
             with cgutils.for_range(builder, count_) as loop:
                 v_line = builder.add(v_, builder.mul(loop.index, v_row_))
-                _fetch_ahead(builder, ahead_, loop.index, ahead_row_, num_vectors * lanes * ITEM_BYTES[name])
+                _fetch_ahead(builder, ahead_, loop.index, ahead_row_, _line_bytes(name, num_vectors * lanes))
                 p_column = builder.add(p_first, builder.mul(loop.index, ir.Constant(I64, 4)))
                 _add_products(builder, v_line, name, p_column, p_row_, slots)
             _store_sums(builder, acc_first, acc_row_, slots)
 
-        _for_row_groups(builder, num_rows_, min(8, NUM_SUMS // cols.literal_value), emit)
+        _for_row_groups(builder, num_rows_, min(_MOST_ROWS, NUM_SUMS // cols.literal_value), emit)
         return context.get_dummy_value()
 
     i64 = types.int64
     return types.void(i64, i64, i64, i64, tag, i64, i64, i64, i64, i64, i64, i64, cols, width), codegen
 
 
-# Lanes of 32 bits in an AVX2 register, and rows whose two registers of sums each stay beside what is loaded.
-_MADD_LANES, _MADD_ROWS = 8, 6
+# Whole numbers whose products one instruction adds up: bytes in fours where AVX-512 has VNNI, else 16 bits in twos.
+TOGETHER = 4 if LANES == 16 and _FEATURES.get("avx512vnni") else 2
 
 
 @intrinsic
-def madd_tile(typingctx, x, x_row, weight, sums, sums_row, num_pairs, num_rows):
-    """sums[r, c] += sum_p x[r, 2p] * weight[p, c, 0] + x[r, 2p + 1] * weight[p, c, 1], exact, for 16 channels c. AVX2 only.
+def dot_tile(typingctx, x, x_row, weight, sums, sums_row, num_words, num_rows, ahead):
+    """sums[r, c] += sum over w and i of x[r, w, i] * weight[w, c, i], exact, for 2 * LANES channels c. x86 with AVX2.
 
-    x: int16, one row each `x_row` bytes; weight: int16 (num_pairs, 16, 2); sums: int32, one row each `sums_row` bytes.
+    x: (num_words, TOGETHER) of a row each `x_row` bytes; weight: (num_words, 2 * LANES, TOGETHER): uint8 and int8 where
+    TOGETHER is 4, int16 where it is 2. sums: int32, one row each `sums_row` bytes. ahead: the address of the int8 weights that
+    are read next, asked for meanwhile.
     """
-    short_t, sum_t = ir.VectorType(ir.IntType(16), 2 * _MADD_LANES), ir.VectorType(ir.IntType(32), _MADD_LANES)
+    i32 = ir.IntType(32)
+    short_t, sum_t = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(i32, LANES)
+    vector_bytes = 4 * LANES
 
     def codegen(context, builder, signature, args):
-        x_, x_row_, weight_, sums_, sums_row_, pairs_, num_rows_ = args
-        madd_t = ir.FunctionType(sum_t, [short_t, short_t])
-        madd = cgutils.get_or_insert_function(builder.module, madd_t, "llvm.x86.avx2.pmadd.wd")
+        x_, x_row_, weight_, sums_, sums_row_, words_, num_rows_, ahead_ = args
+
+        def declared(name, *arguments):
+            return cgutils.get_or_insert_function(builder.module, ir.FunctionType(sum_t, arguments), name)
+
+        def add_products(total, spread, line):
+            if TOGETHER == 4:
+                return builder.call(declared("llvm.x86.avx512.vpdpbusd.512", sum_t, sum_t, sum_t), [total, spread, line])
+            madd = declared("llvm.x86.avx512.pmaddw.d.512" if LANES == 16 else "llvm.x86.avx2.pmadd.wd", short_t, short_t)
+            spread, line = builder.bitcast(spread, short_t), builder.bitcast(line, short_t)
+            return builder.add(total, builder.call(madd, [spread, line]))
 
         def emit(first, rows):
             slots = _accumulators(builder, sum_t, rows, 2)
@@ -223,7 +245,7 @@ def madd_tile(typingctx, x, x_row, weight, sums, sums_row, num_pairs, num_rows):
             for r in range(rows):
                 line = _offset(builder, builder.add(sums_, builder.mul(first, sums_row_)), r, sums_row_)
                 for half in range(2):
-                    address = builder.add(line, ir.Constant(I64, half * 4 * _MADD_LANES))
+                    address = builder.add(line, ir.Constant(I64, half * vector_bytes))
                     places.append((builder.inttoptr(address, sum_t.as_pointer()), slots[r][half]))
             for pointer, slot in places:
                 held = builder.load(pointer)
@@ -231,35 +253,36 @@ def madd_tile(typingctx, x, x_row, weight, sums, sums_row, num_pairs, num_rows):
                 builder.store(held, slot)
             x_first = builder.add(x_, builder.mul(first, x_row_))
 
-            def add_pair(index):
-                at = builder.add(weight_, builder.mul(index, ir.Constant(I64, 8 * _MADD_LANES)))
+            def add_word(index):
+                at = builder.add(weight_, builder.mul(index, ir.Constant(I64, 2 * vector_bytes)))
+                stored_bytes = 2 * LANES * TOGETHER
+                _fetch_ahead(builder, ahead_, index, ir.Constant(I64, stored_bytes), stored_bytes)
                 halves = []
                 for half in range(2):
-                    address = builder.add(at, ir.Constant(I64, half * 4 * _MADD_LANES))
-                    loaded = builder.load(builder.inttoptr(address, short_t.as_pointer()))
-                    loaded.align = 2
+                    address = builder.add(at, ir.Constant(I64, half * vector_bytes))
+                    loaded = builder.load(builder.inttoptr(address, sum_t.as_pointer()))
+                    loaded.align = 1
                     halves.append(loaded)
                 column = builder.add(x_first, builder.mul(index, ir.Constant(I64, 4)))
                 for r in range(rows):
-                    pair = builder.load(builder.inttoptr(_offset(builder, column, r, x_row_), ir.IntType(32).as_pointer()))
-                    pair.align = 2
-                    spread = builder.bitcast(broadcast(builder, pair, _MADD_LANES), short_t)
+                    word = builder.load(builder.inttoptr(_offset(builder, column, r, x_row_), i32.as_pointer()))
+                    word.align = 1
+                    spread = broadcast(builder, word, LANES)
                     for half in range(2):
-                        product = builder.call(madd, [spread, halves[half]])
-                        builder.store(builder.add(builder.load(slots[r][half]), product), slots[r][half])
+                        builder.store(add_products(builder.load(slots[r][half]), spread, halves[half]), slots[r][half])
 
             two, one = ir.Constant(I64, 2), ir.Constant(I64, 1)
-            with cgutils.for_range(builder, builder.sdiv(pairs_, two)) as loop:
-                first_pair = builder.mul(loop.index, two)
-                add_pair(first_pair)
-                add_pair(builder.add(first_pair, one))
-            with builder.if_then(builder.icmp_signed("==", builder.srem(pairs_, two), one)):
-                add_pair(builder.sub(pairs_, one))
+            with cgutils.for_range(builder, builder.sdiv(words_, two)) as loop:
+                first_word = builder.mul(loop.index, two)
+                add_word(first_word)
+                add_word(builder.add(first_word, one))
+            with builder.if_then(builder.icmp_signed("==", builder.srem(words_, two), one)):
+                add_word(builder.sub(words_, one))
             for pointer, slot in places:
                 builder.store(builder.load(slot), pointer).align = 4
 
-        _for_row_groups(builder, num_rows_, _MADD_ROWS, emit)
+        _for_row_groups(builder, num_rows_, min(_MOST_ROWS, NUM_SUMS * 16 // (2 * LANES)), emit)
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, i64, i64, i64, i64, i64, i64), codegen
+    return types.void(i64, i64, i64, i64, i64, i64, i64, i64), codegen

@@ -165,7 +165,7 @@ class FusedDecoder:
         """Add attention's output to the residual; return the feed-forward network's, yet to be added, and its rows' scales."""
         fused.add_rms_norm(residual, *layer.out.rows(attended.flatten(1)), layer.post_norm, normed, self._eps)
         activated = activated[: residual.shape[0]]
-        fused.silu_mul(*layer.gate_up.rows(normed), activated)
+        layer.gate_up.gated(normed, activated)
         return layer.down.rows(activated)
 
     def _logits(

@@ -1,14 +1,15 @@
 """Products of 8-bit integers on CPU (`--quantization int8`): a scale a weight channel, a scale a row, exact sums.
 
 A weight is quantized once, a row when it comes (`kernels.cpu.fused.quantize`), each by its own largest magnitude, so a row's
-result depends on no other row: the sums are whole numbers, exact in any order. Processors without AVX-512 use our own product
-(`kernels/cpu/gemm.py`), which adds in 32 bits; elsewhere it is oneDNN's. Without VNNI that one adds pairs of products in 16
-bits, which hold them only if weights have 7 bits: how many levels are exact is measured, not looked up.
+result depends on no other row: the sums are whole numbers, exact in any order. The product is our own (`kernels/cpu/gemm.py`),
+which adds in 32 bits, or oneDNN's where a processor has AMX, and elsewhere than on x86. Without VNNI oneDNN's adds pairs of
+products in 16 bits, which hold them only if weights have 7 bits: how many levels are exact is measured, not looked up.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ def _library_product(rows: torch.Tensor, packed: torch.Tensor, scales: torch.Ten
 
 def weight_levels() -> int:
     """Return the largest weight whose products with any row are exact on this machine: 127, 63, or 0 where nothing is."""
-    return 127 if panels_pay() else library_levels()
+    return 127 if panels_pay(torch.int8) else library_levels()
 
 
 @lru_cache
@@ -58,16 +59,14 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self._ours = panels_pay()
+        self._ours = panels_pay(torch.int8)
         weight = linear.weight.detach().float()
         scales = weight.abs().amax(dim=1) / weight_levels()
         quantized = torch.round(weight / scales.clamp_min(1e-30)[:, None]).to(torch.int8)
         # Not buffers: an opaque oneDNN layout has no strides that nn.Module could handle.
-        self._operands: tuple[torch.Tensor, ...]
+        self._operands: Any
         if self._ours:
-            panels = fused.pack(quantized, together=2)
-            extra = panels.shape[0] * panels.shape[2] - self.out_features
-            self._operands = (panels, nn.functional.pad(scales, (0, extra)))
+            self._operands = fused.pack_int8(quantized, scales)
         else:
             packed = torch.ops.onednn.qlinear_prepack(quantized, [max(ROW_BUCKETS), self.in_features])
             self._operands = (packed, scales, torch.zeros(self.out_features, dtype=torch.int64))
@@ -79,8 +78,9 @@ class Int8Linear(nn.Module):
     def rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the product (T, out_features) fp32 of x (T, in_features), and scales (T,) its rows are to be multiplied by."""
         if self._ours:
-            quantized, scales = fused.quantize(x, torch.int16)
-            product = fused.product_int8(quantized, *self._operands)
+            quantized, scales = fused.quantize_for_panels(x)
+            product = torch.empty(x.shape[0], self._operands.scales.shape[0])
+            fused.product_int8(quantized, self._operands, product)
             if product.shape[1] > self.out_features:
                 product = product[:, : self.out_features].contiguous()
         else:
@@ -89,6 +89,14 @@ class Int8Linear(nn.Module):
         if self.bias is None:
             return product, scales
         return torch.addcmul(self.bias.float(), product, scales[:, None]), None
+
+    def gated(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out (T, out_features / 2) = silu(the first half of the product) * the second."""
+        if not self._ours or self.bias is not None or self.out_features % (2 * fused.panel_width()):
+            fused.silu_mul(*self.rows(x), out)
+        else:
+            quantized, scales = fused.quantize_for_panels(x)
+            fused.product_int8(quantized, self._operands, out, row_scales=scales)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..kernels.cpu import fused
 from ..machine import cache_root, cpu_flags, cpu_name
 
 ROW_BUCKETS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512)
@@ -225,6 +226,10 @@ class RowInvariantLinear(nn.Module):
     def rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the product (T, out_features) of x (T, in_features); None: its rows are not to be scaled (see `int8.py`)."""
         return self(x), None
+
+    def gated(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out (T, out_features / 2) = silu(the first half of the product) * the second."""
+        fused.silu_mul(self(x), None, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._invariant(self._kind, x, self._operand[0], self._shape, self.bias)

@@ -1,8 +1,8 @@
-"""Linear maps by our own compiled product (`kernels/cpu/gemm.py`), for processors without AVX-512.
+"""Linear maps by our own compiled product (`kernels/cpu/gemm.py`), in fp32 arithmetic.
 
-There the libraries' products are bound by reading fp32 weights, or emulate bf16. Ours keeps a weight in 16 bits wherever that
-loses nothing, as of a checkpoint in bf16 that is run in fp32, and computes in fp32. It takes any number of rows and gives each
-the bits it has alone.
+The libraries' products read fp32 weights, or emulate bf16 where a processor has no arithmetic for it. Ours keeps a weight in 16
+bits wherever that loses nothing, as of a checkpoint in bf16 that is run in fp32. It takes any number of rows and gives each the
+bits it has alone.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from torch import nn
 from ..kernels.cpu import fused
 from ..machine import cpu_flags
 
+# Instructions that only the libraries' products use.
+_LIBRARIES_HAVE = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.int8: {"amx_int8"}}
 
-def panels_pay() -> bool:
-    """Return True on x86 processors without AVX-512, where this is what was measured to be faster (`gemm` in RESULTS.md)."""
+
+def panels_pay(dtype: torch.dtype) -> bool:
+    """Return True where our product of a dtype was measured to be faster (see RESULTS.md): on x86 with AVX2 or AVX-512."""
     flags = cpu_flags()
-    return "avx2" in flags and "fma" in flags and "avx512f" not in flags
+    return {"avx2", "fma"} <= flags and not flags & _LIBRARIES_HAVE.get(dtype, set())
 
 
 class PanelLinear(nn.Module):
@@ -28,7 +31,8 @@ class PanelLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         panels = fused.pack(_smallest(linear.weight.detach()))
-        extra = panels.shape[0] * panels.shape[2] - self.out_features
+        self._width = panels.shape[0] * fused.panel_width()
+        extra = self._width - self.out_features
         wide_bias = None if self.bias is None else nn.functional.pad(self.bias.detach().float(), (0, extra))
         # Not parameters: their shape is nobody else's business.
         self._operands = (panels, wide_bias)
@@ -39,9 +43,16 @@ class PanelLinear(nn.Module):
 
     def rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the product (T, out_features) of x (T, in_features); None: its rows are not to be scaled (see `int8.py`)."""
-        panels, bias = self._operands
-        out = fused.product(x.float().contiguous(), panels, bias, x.dtype)
-        return (out if out.shape[1] == self.out_features else out[:, : self.out_features].contiguous()), None
+        out = torch.empty(x.shape[0], self._width, dtype=x.dtype)
+        fused.product(x.float().contiguous(), *self._operands, out)
+        return (out if self._width == self.out_features else out[:, : self.out_features].contiguous()), None
+
+    def gated(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out (T, out_features / 2) = silu(the first half of the product) * the second."""
+        if self.out_features % (2 * fused.panel_width()):
+            fused.silu_mul(*self.rows(x), out)
+        else:
+            fused.product(x.float().contiguous(), *self._operands, out, gated=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product, _ = self.rows(x.reshape(-1, self.in_features))

@@ -20,9 +20,10 @@ def make_product(linear: nn.Linear, spec: ModelSpec, invariant: RowInvariantProd
     """Return a linear map as it runs on this machine; `invariant` keeps what the model's library products share."""
     if spec.quantization == "int8" and is_quantized(linear, spec.intermediate_size):
         return Int8Linear(linear)
-    if panels_pay():
+    dtype = getattr(torch, spec.dtype)
+    if panels_pay(dtype):
         return PanelLinear(linear)
-    return RowInvariantLinear(_in_dtype(linear, getattr(torch, spec.dtype)), invariant)
+    return RowInvariantLinear(_in_dtype(linear, dtype), invariant)
 
 
 def _in_dtype(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:

@@ -26,7 +26,7 @@ PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 @pytest.fixture(params=["library products", "own products"], autouse=True)
 def products(request, monkeypatch):
     """Every test with both kinds of product, whichever this machine would choose."""
-    monkeypatch.setattr(module, "panels_pay", lambda: request.param == "own products")
+    monkeypatch.setattr(module, "panels_pay", lambda dtype: request.param == "own products")
 
 
 def floats(seen):

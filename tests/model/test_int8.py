@@ -28,7 +28,7 @@ def products(request, monkeypatch):
     if ours and "avx2" not in cpu_flags():
         pytest.skip("needs AVX2")
     for module in (int8, products_module):
-        monkeypatch.setattr(module, "panels_pay", lambda: ours)
+        monkeypatch.setattr(module, "panels_pay", lambda dtype: ours)
 
 
 def slow_twin(linear, x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numba
 import pytest
 import torch
+from pagedgen.kernels.cpu import fused
 from torch import nn
 
 from pagedgen.model import panels
@@ -30,7 +31,7 @@ def test_equals_a_product_in_fp64(dtype, out_features, in_features, bias):
 @pytest.mark.parametrize(
     ("exact_in", "kept_in"),
     [
-        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.int32),  # in pairs
         (torch.float16, torch.float16),
         (torch.float32, torch.float32),
     ],
@@ -42,9 +43,10 @@ def test_short_weights_are_kept_only_where_nothing_is_lost(exact_in, kept_in):
     short = PanelLinear(linear)
     assert short._operands[0].dtype == kept_in
     long = PanelLinear(linear)
-    long._operands = (short._operands[0].float(), None)
-    x = torch.randn(5, 64)
-    assert torch.equal(short(x), long(x))
+    long._operands = (fused.pack(linear.weight), None)
+    for rows in (1, 5, 30):
+        x = torch.randn(rows, 64)
+        assert torch.equal(short(x), long(x))
 
 
 def test_a_rows_bits_depend_on_nothing_but_the_row():
@@ -73,15 +75,39 @@ def test_no_rows_and_not_a_number():
     assert got[1].isnan().all() and torch.isfinite(got[[0, 2]]).all()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("half", [160, 1536, 48])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_is_the_product_and_the_activation_after_it(dtype, half, bias):
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 2 * half, bias=bias).to(dtype).requires_grad_(False)
+    panel = PanelLinear(linear)
+    x = torch.randn(700, 96).to(dtype)
+    out = torch.empty(700, half, dtype=dtype)
+    panel.gated(x, out)
+    gate, up = (x.double() @ linear.weight.double().t() + (linear.bias.double() if bias else 0)).split(half, dim=1)
+    torch.testing.assert_close(out.double(), nn.functional.silu(gate) * up, atol=TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+    for rows in (1, 5, 13, 64):  # a row's bits are its own
+        part = torch.empty(rows, half, dtype=dtype)
+        panel.gated(x[100 : 100 + rows], part)
+        assert torch.equal(part, out[100 : 100 + rows])
+
+
 @pytest.mark.parametrize(
-    ("flags", "pays"),
+    ("flags", "dtype", "pays"),
     [
-        ({"avx2", "fma"}, True),
-        ({"avx2", "fma", "avx512f"}, False),
-        ({"asimd"}, False),
-        (set(), False),
+        ({"avx2", "fma"}, torch.bfloat16, True),
+        ({"avx2", "fma", "avx512f"}, torch.float32, True),
+        ({"avx2", "fma", "avx512f"}, torch.bfloat16, True),
+        ({"avx2", "fma", "avx512f", "avx512_bf16"}, torch.bfloat16, False),
+        ({"avx2", "fma", "avx512f", "amx_bf16"}, torch.bfloat16, False),
+        ({"avx2", "fma", "avx512f", "amx_bf16", "amx_int8"}, torch.float32, True),
+        ({"avx2", "fma", "avx512f", "avx512_vnni"}, torch.int8, True),
+        ({"avx2", "fma", "avx512f", "amx_bf16", "amx_int8"}, torch.int8, False),
+        ({"asimd"}, torch.float32, False),
+        (set(), torch.float32, False),
     ],
 )
-def test_where_it_is_chosen(monkeypatch, flags, pays):
+def test_where_it_is_chosen(monkeypatch, flags, dtype, pays):
     monkeypatch.setattr(panels, "cpu_flags", lambda: frozenset(flags))
-    assert panels.panels_pay() == pays
+    assert panels.panels_pay(dtype) == pays
