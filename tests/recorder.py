@@ -5,12 +5,28 @@ from __future__ import annotations
 import torch
 
 
+class InPlaceOfSampler:
+    """A function of (logits, sequences) in a sampler's place, which asks for logits even where ids would do."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def best_among(self, sequences):
+        return None
+
+    def __call__(self, logits, sequences):
+        return self._function(logits, sequences)
+
+
 class LogitsRecorder:
     """Stands before the sampler and keeps every row's logits by (row, sample, position)."""
 
     def __init__(self, sampler):
         self._sampler = sampler
         self.seen = {}
+
+    def best_among(self, sequences):
+        return None
 
     def __call__(self, logits, sequences):
         for row, sequence in zip(logits, sequences, strict=True):

@@ -12,6 +12,7 @@ _SOURCES = {
     "write": ("simd.py", "quantize.py", "write.py"),
     "rows": ("simd.py", "quantize.py", "rows.py"),
     "gemm": ("simd.py", "tiles.py", "quantize.py", "gemm.py"),
+    "greedy": ("simd.py", "tiles.py", "quantize.py", "gemm.py", "greedy.py"),
 }
 
 

@@ -148,7 +148,7 @@ def product(
         2 if gated else 1,
         _rows_per_item(x),
         num_threads,
-        _PAIRS if packed.dtype == torch.int32 else TAGS[packed.dtype],
+        _tag_of_panels(packed),
         TAGS[out.dtype],
         _F32,
     )
@@ -197,6 +197,43 @@ def product_int8(x: torch.Tensor, weight: Int8Panels, out: torch.Tensor, *, row_
         TAGS[out.dtype],
         _F32,
     )
+
+
+def best_channels(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    whole: Int8Panels,
+    rounded: torch.Tensor,
+    slack: torch.Tensor,
+    num_channels: int,
+) -> torch.Tensor:
+    """Return ids (T,) int64 of each row's largest product with the first `num_channels` of a weight; -1 where it isn't finite.
+
+    x (T, C) fp32, packed by `pack`; see `greedy.best_channels` for the rest.
+    """
+    kernels, num_threads = load_kernels("greedy")
+    best = torch.empty(x.shape[0], dtype=torch.int64)
+    kernels.best_channels(
+        x.numpy(),
+        packed.data_ptr(),
+        whole.packed.data_ptr(),
+        whole.starts.numpy(),
+        whole.scales.numpy(),
+        rounded.numpy(),
+        slack.numpy(),
+        best.numpy(),
+        num_channels,
+        _rows_per_item(x),
+        num_threads,
+        _UINT8 if load_kernels("gemm")[0].TOGETHER == 4 else _INT16,
+        _tag_of_panels(packed),
+        _F32,
+    )
+    return best
+
+
+def _tag_of_panels(packed: torch.Tensor) -> np.ndarray[Any, Any]:
+    return _PAIRS if packed.dtype == torch.int32 else TAGS[packed.dtype]
 
 
 def _rows_per_item(x: torch.Tensor) -> int:

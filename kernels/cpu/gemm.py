@@ -36,20 +36,20 @@ _DEPTH = 384  # input channels of a slice: in 16 bits 12 or 24 KiB, beside the r
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _num_items(num_panels, num_rows, rows_per_item):
+def num_items_of(num_panels, num_rows, rows_per_item):
     """How many work items a product has: a panel each for a block of rows, all panels of one block before the next."""
     return num_panels * ((num_rows + rows_per_item - 1) // rows_per_item)
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _item(item, num_panels, num_rows, rows_per_item):
+def item_of(item, num_panels, num_rows, rows_per_item):
     """An item's panel, first row and number of rows."""
     first = item // num_panels * rows_per_item
     return item % num_panels, first, min(rows_per_item, num_rows - first)
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _next_item(item, end, taken, num_items, num_threads):
+def next_item(item, end, taken, num_items, num_threads):
     """The item after `item`, and where its thread's run of neighbouring items ends; an item of `num_items` when all are taken.
 
     A thread that is at its run's end takes the next one: who is held up takes fewer. `taken` counts the runs, for all threads.
@@ -61,6 +61,20 @@ def _next_item(item, end, taken, num_items, num_threads):
     if run >= num_runs:
         return num_items, num_items
     return num_items * run // num_runs, num_items * (run + 1) // num_runs
+
+
+@njit(boundscheck=False, error_model="numpy")
+def panel_sums(x, packed, panel, in_features, count, sums, ones, tag):
+    """sums (count, PANEL) = `count` rows, at the address x, times a panel. ones: at least `count` ones."""
+    weight_row = PANEL * (2 if is_pairs(tag) else tag.itemsize)
+    sums[:count] = 0
+    for start in range(0, in_features, _DEPTH):
+        depth = min(_DEPTH, in_features - start)
+        weight = packed + (panel * in_features + start) * weight_row
+        pv_tile(
+            x + start * 4, in_features * 4, weight, weight_row, tag, sums.ctypes.data, PANEL * 4, ones.ctypes.data, depth, count,
+            weight + depth * weight_row, weight_row, _VECTORS, 16,
+        )  # fmt: skip
 
 
 @njit(boundscheck=False, error_model="numpy")
@@ -107,37 +121,29 @@ def product(
     / together) of the other tag's: addresses of contiguous arrays. bias (num_panels * PANEL,) fp32 or empty.
     """
     num_groups = num_panels // together
-    num_items = _num_items(num_groups, num_rows, rows_per_item)
-    weight_row = PANEL * (2 if is_pairs(weight_tag) else weight_tag.itemsize)
+    num_items = num_items_of(num_groups, num_rows, rows_per_item)
     no_scales = np.empty(0, np.float32)
     taken = np.zeros(1, np.int64)
     for _ in prange(num_threads):
         sums = np.empty((together * rows_per_item, PANEL), np.float32)
         ones = np.ones(rows_per_item, np.float32)
-        item, end = _next_item(0, 0, taken, num_items, num_threads)
+        item, end = next_item(0, 0, taken, num_items, num_threads)
         while item < num_items:
-            group, first, count = _item(item, num_groups, num_rows, rows_per_item)
+            group, first, count = item_of(item, num_groups, num_rows, rows_per_item)
             for part in range(together):
-                panel, at = group + part * num_groups, sums.ctypes.data + part * count * PANEL * 4
-                sums[part * count : (part + 1) * count] = 0
-                for start in range(0, in_features, _DEPTH):
-                    depth = min(_DEPTH, in_features - start)
-                    weight = packed + (panel * in_features + start) * weight_row
-                    pv_tile(
-                        x + (first * in_features + start) * 4, in_features * 4, weight, weight_row, weight_tag, at, PANEL * 4,
-                        ones.ctypes.data, depth, count, weight + depth * weight_row, weight_row, _VECTORS, 16,
-                    )  # fmt: skip
+                panel, own = group + part * num_groups, sums[part * count : (part + 1) * count]
+                panel_sums(x + first * in_features * 4, packed, panel, in_features, count, own, ones, weight_tag)
                 if bias.shape[0] > 0:
-                    _add_bias(at, bias.ctypes.data + panel * PANEL * 4, count, f32)
+                    _add_bias(own.ctypes.data, bias.ctypes.data + panel * PANEL * 4, count, f32)
             up = sums.ctypes.data + count * PANEL * 4 if together > 1 else 0
             row_bytes = num_groups * PANEL * out_tag.itemsize
             target = out + first * row_bytes + group * PANEL * out_tag.itemsize
             _store_rows(sums.ctypes.data, up, no_scales, target, row_bytes, first, count, out_tag, f32)
-            item, end = _next_item(item, end, taken, num_items, num_threads)
+            item, end = next_item(item, end, taken, num_items, num_threads)
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _whole_sums(x, x_row, weight, starts, sums, num_words, count, words_buf):
+def whole_sums(x, x_row, weight, starts, sums, num_words, count, words_buf):
     """sums (count, PANEL) int32 = rows of whole numbers times a panel of int8; see `tiles.dot_tile` for the rows' form.
 
     `starts`: the address of PANEL numbers that the sums begin with, for rows of bytes; `words_buf` has _DEPTH words of a panel.
@@ -170,19 +176,19 @@ def product_int8(
     row_scales (rows,) or empty: fp32. in_features times the largest magnitude of x is below 2**24.
     """
     num_groups, num_words = num_panels // together, in_features // TOGETHER
-    num_items = _num_items(num_groups, num_rows, rows_per_item)
+    num_items = num_items_of(num_groups, num_rows, rows_per_item)
     taken = np.zeros(1, np.int64)
     for _ in prange(num_threads):
         words_buf = np.empty(2 * _DEPTH * PANEL if TOGETHER == 2 else 0, np.int16)
         sums = np.empty((together * rows_per_item, PANEL), np.int32)
-        item, end = _next_item(0, 0, taken, num_items, num_threads)
+        item, end = next_item(0, 0, taken, num_items, num_threads)
         while item < num_items:
-            group, first, count = _item(item, num_groups, num_rows, rows_per_item)
+            group, first, count = item_of(item, num_groups, num_rows, rows_per_item)
             for part in range(together):
                 panel, own = group + part * num_groups, sums[part * count : (part + 1) * count]
                 weight = packed + panel * num_words * TOGETHER * PANEL
                 channels = panel * PANEL
-                _whole_sums(
+                whole_sums(
                     x + first * num_words * 4, num_words * 4, weight, starts[channels : channels + PANEL], own, num_words,
                     count, words_buf,
                 )  # fmt: skip
@@ -191,4 +197,4 @@ def product_int8(
             row_bytes = num_groups * PANEL * out_tag.itemsize
             target = out + first * row_bytes + group * PANEL * out_tag.itemsize
             _store_rows(sums.ctypes.data, up, row_scales, target, row_bytes, first, count, out_tag, f32)
-            item, end = _next_item(item, end, taken, num_items, num_threads)
+            item, end = next_item(item, end, taken, num_items, num_threads)

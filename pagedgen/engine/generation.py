@@ -216,7 +216,8 @@ class Generation:
         """Run one batch and give each sampled row its token; return the rows that ended."""
         scheduler, stats = self.scheduler, self.stats
         begin = perf_counter()
-        logits = self.runner.run(batch, self.tables)
+        best_among = self.sampler.best_among([step.sequences[row] for row in batch.sample_rows])
+        logits = self.runner.run(batch, self.tables, best_among=best_among)
         self.runner.synchronize()  # sampling would wait all the same; here the wait is counted where it belongs
         ran = perf_counter()
         # A mixed step's time is shared by tokens: prefill and decode rows run in the same GEMMs.

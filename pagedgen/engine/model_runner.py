@@ -91,8 +91,12 @@ class ModelRunner:
         finally:
             self.release_cache()
 
-    def run(self, batch: PackedBatch, tables: BlockTableArray | None = None) -> torch.Tensor:
+    def run(
+        self, batch: PackedBatch, tables: BlockTableArray | None = None, *, best_among: int | None = None
+    ) -> torch.Tensor:
         """Run a batch; return the logits (num_sampled, vocab) of `batch.sample_positions`, in the model's dtype.
+
+        best_among: the best of each row's first so many ids will do, see `Forward.__call__`.
 
         `tables` is the persistent array that `batch.block_tables` was taken from; on a GPU its mirror is brought up to date
         and gathered there instead of copying every row's table.
@@ -124,6 +128,7 @@ class ModelRunner:
                 self._to_device(batch.positions),
                 self._to_device(batch.sample_positions),
                 step,
+                best_among=best_among,
             )
 
     def warm_up(self, *, max_num_batched_tokens: int, max_num_seqs: int, sample: Callable[[torch.Tensor], object]) -> int:
@@ -142,6 +147,7 @@ class ModelRunner:
         on_gpu = self._device.type == "cuda"
         for lengths, decodes in ((few, False), (few, True)):
             sample(self.run(_dummy_batch(lengths, size, decodes=decodes)))
+        self.run(_dummy_batch(few, size, decodes=True), best_among=1)
         self.synchronize()
         batch = _dummy_batch(few, size, decodes=False)
         start = perf_counter()

@@ -91,7 +91,7 @@ def _timed_steps(engine: Engine, requests: list[Request], *, at_random: bool) ->
     run = runner.run
     last: list[float] = []
 
-    def timed_run(batch: PackedBatch, tables: BlockTableArray | None = None) -> torch.Tensor:
+    def timed_run(batch: PackedBatch, tables: BlockTableArray | None = None, **wanted: int | None) -> torch.Tensor:
         if not last:
             last.append(perf_counter())
         q_lens = np.diff(batch.cu_seqlens_q).astype(np.int64)
@@ -102,7 +102,7 @@ def _timed_steps(engine: Engine, requests: list[Request], *, at_random: bool) ->
         sampled = len(batch.sample_rows)
         spared = batch.shared.num_spared_reads * block_size if batch.shared is not None else 0
         measured.append(MeasuredStep(batch.num_tokens, context, int(pairs.sum()), sampled, 0.0, sampled * at_random, spared))
-        return run(batch, tables)
+        return run(batch, tables, **wanted)
 
     def on_step(report: StepReport) -> None:
         now = perf_counter()

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..kernels.cpu import fused
 from .attention import AttentionStep, attend
+from .greedy_head import make_greedy_head
 from .linear import RowInvariantProduct, common_buckets, split_rows
 from .products import Product, make_product
 from .spec import ModelSpec
@@ -106,6 +107,7 @@ class FusedDecoder:
         self._embedding = decoder.embed_tokens.weight.detach()
         self._rotary = decoder.rotary_emb
         self._head = product(model.lm_head)
+        self._greedy_head = make_greedy_head(model.lm_head, self._head, self._dtype)
         window = _WINDOWS[type(model).__name__]
         self._layers = []
         for index, layer in enumerate(decoder.layers):
@@ -116,7 +118,13 @@ class FusedDecoder:
         self._buffers: _Buffers | None = None
 
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, sample_positions: torch.Tensor, step: AttentionStep
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        sample_positions: torch.Tensor,
+        step: AttentionStep,
+        *,
+        best_among: int | None = None,
     ) -> torch.Tensor:
         """See `forward.Forward.__call__`."""
         buckets = common_buckets(p.buckets() for p in self._products)
@@ -144,7 +152,7 @@ class FusedDecoder:
                 next_norm = self._layers[index + 1].input_norm
                 fused.add_rms_norm(residual[start:end], *delta, next_norm, work.normed[start:end], self._eps)
                 self._project(index + 1, start, end, cos, sin, work)
-        return self._logits(residual, attended, sample_positions, buckets, work)
+        return self._answer(residual, attended, sample_positions, buckets, work, best_among)
 
     def thin(self) -> FusedDecoder:
         """See `forward.Forward.thin`: the last layer alone."""
@@ -168,10 +176,16 @@ class FusedDecoder:
         layer.gate_up.gated(normed, activated)
         return layer.down.rows(activated)
 
-    def _logits(
-        self, residual: torch.Tensor, attended: torch.Tensor, sampled: torch.Tensor, buckets: tuple[int, ...], work: _Buffers
+    def _answer(
+        self,
+        residual: torch.Tensor,
+        attended: torch.Tensor,
+        sampled: torch.Tensor,
+        buckets: tuple[int, ...],
+        work: _Buffers,
+        best_among: int | None,
     ) -> torch.Tensor:
-        """Run the last layer's products and the head on the rows that need logits."""
+        """Run the last layer's products and the head on the rows that are sampled: return their logits or best ids."""
         layer = self._layers[-1]
         parts = []
         for start, end in _chunks(sampled.shape[0], buckets):
@@ -180,7 +194,11 @@ class FusedDecoder:
             states = residual[rows]
             delta = self._mix(layer, states, attended[rows], work.normed[: end - start], work.activated)
             fused.add_rms_norm(states, *delta, self._norm, work.normed[: end - start], self._eps)
-            parts.append(self._head(work.normed[: end - start])[: taken.shape[0]])
+            states = work.normed[: end - start]
+            if best_among is None or self._greedy_head is None:
+                parts.append(self._head(states)[: taken.shape[0]])
+            else:
+                parts.append(self._greedy_head(states, best_among)[: taken.shape[0]])
         if not parts:
             return residual.new_empty(0, self._head.out_features)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -15,9 +15,19 @@ class Forward(Protocol):
     """Runs a packed batch. Makes K and V of its tokens known to the pool through `attention.attend`."""
 
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, sample_positions: torch.Tensor, step: AttentionStep
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        sample_positions: torch.Tensor,
+        step: AttentionStep,
+        *,
+        best_among: int | None = None,
     ) -> torch.Tensor:
-        """Return logits (num_sampled, vocab) of `sample_positions` among tokens `input_ids` (T,) at `positions` (T,)."""
+        """Return logits (num_sampled, vocab) of `sample_positions` among tokens `input_ids` (T,) at `positions` (T,).
+
+        best_among: only the largest of each row's first so many logits is wanted. A model that finds it without all of them
+        returns its id instead, the first of equal ones, (num_sampled,) int64; -1 where it is no number.
+        """
 
     def thin(self) -> Forward:
         """Return a forward pass of as few layers as take the memory that all take, to learn from it how much that is."""
@@ -34,7 +44,13 @@ class ModuleForward:
         self._row_buckets = row_buckets
 
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, sample_positions: torch.Tensor, step: AttentionStep
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        sample_positions: torch.Tensor,
+        step: AttentionStep,
+        *,
+        best_among: int | None = None,
     ) -> torch.Tensor:
         """See `Forward.__call__`."""
         live = input_ids.shape[0]

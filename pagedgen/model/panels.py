@@ -37,6 +37,11 @@ class PanelLinear(nn.Module):
         # Not parameters: their shape is nobody else's business.
         self._operands = (panels, wide_bias)
 
+    @property
+    def packed(self) -> torch.Tensor:
+        """The weight as `fused.pack` made it."""
+        return self._operands[0]
+
     def buckets(self) -> tuple[int, ...]:
         """Return the numbers of rows to call with; none are better than others."""
         return ()

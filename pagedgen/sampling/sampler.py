@@ -26,8 +26,21 @@ class Sampler:
     def __init__(self, num_token_ids: int):
         self._num_token_ids = num_token_ids
 
+    def best_among(self, sequences: list[Sequence]) -> int | None:
+        """Return among how many ids each row's token is simply the one with the largest logit; None where logits are needed."""
+        for sequence in sequences:
+            params = sequence.request.params
+            if not params.greedy or params.beam_width > 1 or sequence.num_generated_tokens < params.min_tokens:
+                return None
+        return self._num_token_ids
+
     def __call__(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-        """Return a token id for each row of logits (S, vocab) in any float dtype; -1 where they are no numbers."""
+        """Return a token id for each row of logits (S, vocab) in any float dtype; -1 where they are no numbers.
+
+        In place of logits there may be the ids themselves, (S,), where `best_among` said that they will do.
+        """
+        if logits.ndim == 1:
+            return logits.tolist()
         logits = logits[:, : self._num_token_ids]
         held_back = [i for i, s in enumerate(sequences) if s.num_generated_tokens < s.request.params.min_tokens]
         if held_back:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from recorder import InPlaceOfSampler
+
 from pagedgen.errors import RowError
 from pagedgen.sampling_params import SamplingParams
 
@@ -150,7 +152,7 @@ def test_a_model_that_gives_no_numbers_ends_its_rows_with_an_error(tiny_model, e
         return sampler(logits, sequences)
 
     want = run.answer(make_prompts([5, 9, 20]))
-    run.engine._sampler = broken
+    run.engine._sampler = InPlaceOfSampler(broken)
     done = run.sequences(make_prompts([5, 9, 20]))
     assert done[1].code == "nan_logits"
     assert {row: done[row].generated_token_ids for row in (0, 2)} == {row: want[row] for row in (0, 2)}

@@ -74,9 +74,9 @@ def test_rows_that_share_nothing_are_not_kept_waiting(tiny_model, engine_run, ma
     first = []
     original = run.engine.runner.run
 
-    def record(batch, tables=None):
+    def record(batch, tables=None, **wanted):
         first.append(batch.num_tokens)
-        return original(batch, tables)
+        return original(batch, tables, **wanted)
 
     run.engine.runner.run = record
     run.sequences(prompts, PARAMS)

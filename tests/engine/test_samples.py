@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recorder import InPlaceOfSampler
+
 from pagedgen.errors import RowError
 from pagedgen.sampling_params import SamplingParams
 
@@ -57,7 +59,7 @@ def test_every_sample_attends_to_its_own_tokens(tiny_model, engine_run, make_pro
             seen[s.sample_index, len(s.token_ids)] = row.contiguous().view(torch.uint8).numpy().tobytes()
         return sampler(logits, sequences)
 
-    run.engine._sampler = record
+    run.engine._sampler = InPlaceOfSampler(record)
     prompt = make_prompts([10])[0]
     done = run.sequences([prompt], SamplingParams(n=4, temperature=1.5, max_tokens=13, ignore_eos=True))
     bits = {sample: seen[sample, 10 + 12] for sample in range(4)}

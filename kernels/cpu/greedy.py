@@ -1,0 +1,124 @@
+"""The compiled search for each row's best output channel, without computing most of them in full.
+
+A product in whole numbers comes first: rows rounded to LEVELS, weights to 127. What rounding may have changed of a sum is
+bounded, so every channel has a value that its exact one can't exceed and one that it can't fall short of. Panels whose highest
+possible value is below what some channel reaches at least are done with; the others are computed as `gemm.product` computes
+them, bit for bit, and the first of the largest values is the answer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from ..disk_cache import locked
+from .gemm import PANEL, item_of, next_item, num_items_of, panel_sums, whole_sums
+from .simd import hmax, keep_lanes, load, load_sums, splat, vadd, vmax, vmul, vsub
+from .tiles import TOGETHER
+
+LEVELS = 2032  # 16 * 127: a number is 16 times one byte and another byte
+_PARTS = 2 if TOGETHER == 4 else 1  # rows of whole numbers that a row becomes: high and low bytes, or 16 bits
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _round_row(row, words, part_size):
+    """Round a row to whole numbers up to LEVELS: return its scale and its norm. `words` has _PARTS rows of `part_size`."""
+    top, squares = np.float32(0), np.float32(0)
+    for value in row:
+        top = max(top, abs(value))
+        squares += value * value
+    # Of a row that isn't finite nothing is known: its bounds become NaN, and every channel is computed in full.
+    scale = top / np.float32(LEVELS) + (squares - squares)
+    inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+    for i in range(row.shape[0]):
+        whole = np.int64(np.rint(row[i] * inverse))
+        if TOGETHER == 4:
+            high = (whole + 8) >> 4
+            words[i] = high + 128
+            words[part_size + i] = whole - 16 * high + 128
+        else:
+            words[i] = whole
+    return scale, np.sqrt(squares)
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _bounds(sums, scales, rounded, slack, scale, norm, first_channel, num_channels, f32):
+    """The highest that any channel of a panel may reach, and the highest that one reaches at least, for one row."""
+    highest, surest = splat(np.float32(-np.inf), 16), splat(np.float32(-np.inf), 16)
+    for c in range(PANEL // 16):
+        value = load_sums(sums + c * 64, 16)
+        if TOGETHER == 4:
+            value = vadd(vmul(value, splat(np.float32(16), 16)), load_sums(sums + (PANEL + c * 16) * 4, 16))
+        value = vmul(vmul(value, load(scales + c * 64, f32, 16)), splat(scale, 16))
+        doubt = vadd(vmul(load(slack + c * 64, f32, 16), splat(norm, 16)), vmul(load(rounded + c * 64, f32, 16), splat(scale, 16)))
+        left = num_channels - first_channel
+        highest = vmax(keep_lanes(vadd(value, doubt), c * 16, 0, left), highest)
+        surest = vmax(keep_lanes(vsub(value, doubt), c * 16, 0, left), surest)
+    return hmax(highest), hmax(surest)
+
+
+@locked
+@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+def best_channels(
+    x, packed, packed_int8, starts, scales, rounded, slack, best, num_channels, rows_per_item, num_threads, words_tag, weight_tag,
+    f32,
+):  # fmt: skip
+    """best[r] = the first of the channels with the largest x[r] @ weight^T, among the first `num_channels`; -1: not finite.
+
+    x (rows, in_features) fp32; packed, packed_int8: addresses of the weight's panels, see `gemm.product` and `product_int8`;
+    starts (int32), scales, rounded and slack (fp32): (num_panels * PANEL,). A channel's value in whole numbers, scaled, is
+    within slack * norm of the row + rounded * scale of the row of what `gemm.product` makes of it. best (rows,) int64.
+    """
+    num_rows, in_features = x.shape
+    num_panels = (num_channels + PANEL - 1) // PANEL
+    num_words = in_features // TOGETHER
+    words = np.empty((num_rows, _PARTS * in_features), words_tag.dtype)
+    row_scales, norms = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
+    highest = np.empty((num_rows, num_panels), np.float32)
+    surest = np.full((num_threads, num_rows), -np.inf, np.float32)
+    for row in prange(num_rows):
+        row_scales[row], norms[row] = _round_row(x[row], words[row], in_features)
+
+    num_items = num_items_of(num_panels, num_rows, rows_per_item)
+    taken = np.zeros(1, np.int64)
+    for thread in prange(num_threads):
+        words_buf = np.empty(0 if TOGETHER == 4 else in_features * PANEL, np.int16)
+        sums = np.empty((_PARTS * rows_per_item, PANEL), np.int32)
+        item, end = next_item(0, 0, taken, num_items, num_threads)
+        while item < num_items:
+            panel, first, count = item_of(item, num_panels, num_rows, rows_per_item)
+            channel = panel * PANEL
+            whole_sums(
+                words.ctypes.data + first * _PARTS * num_words * 4, num_words * 4,
+                packed_int8 + panel * num_words * TOGETHER * PANEL, starts[channel : channel + PANEL], sums, num_words,
+                _PARTS * count, words_buf,
+            )  # fmt: skip
+            for r in range(count):
+                row = first + r
+                high, sure = _bounds(
+                    sums.ctypes.data + r * _PARTS * PANEL * 4, scales.ctypes.data + channel * 4, rounded.ctypes.data + channel * 4,
+                    slack.ctypes.data + channel * 4, row_scales[row], norms[row], channel, num_channels, f32,
+                )  # fmt: skip
+                highest[row, panel] = high
+                surest[thread, row] = max(surest[thread, row], sure)
+            item, end = next_item(item, end, taken, num_items, num_threads)
+
+    for row in prange(num_rows):
+        reached = np.float32(-np.inf)
+        for thread in range(num_threads):
+            reached = max(reached, surest[thread, row])
+        sums32 = np.empty((1, PANEL), np.float32)
+        one = np.ones(1, np.float32)
+        largest, channel_of = np.float32(-np.inf), np.int64(-1)
+        for panel in range(num_panels):
+            if highest[row, panel] < reached:
+                continue
+            panel_sums(x.ctypes.data + row * in_features * 4, packed, panel, in_features, 1, sums32, one, weight_tag)
+            for c in range(min(PANEL, num_channels - panel * PANEL)):
+                if sums32[0, c] > largest or np.isnan(sums32[0, c]):
+                    largest, channel_of = sums32[0, c], panel * PANEL + c
+                    if np.isnan(largest):
+                        break
+            if np.isnan(largest):
+                break
+        best[row] = channel_of if np.isfinite(largest) else -1
