@@ -16,6 +16,7 @@ from numba import njit, prange
 from ..disk_cache import locked
 from .quantize import row_scale
 from .simd import (
+    aligned_floats,
     is_pairs,
     load,
     load_sums,
@@ -125,7 +126,7 @@ def product(
     no_scales = np.empty(0, np.float32)
     taken = np.zeros(1, np.int64)
     for _ in prange(num_threads):
-        sums = np.empty((together * rows_per_item, PANEL), np.float32)
+        sums = aligned_floats(together * rows_per_item, PANEL)
         ones = np.ones(rows_per_item, np.float32)
         item, end = next_item(0, 0, taken, num_items, num_threads)
         while item < num_items:

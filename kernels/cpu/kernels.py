@@ -17,6 +17,7 @@ from numba import njit, prange
 
 from ..disk_cache import locked
 from .simd import (
+    aligned_floats,
     hmax,
     hsum,
     is_int8,
@@ -334,10 +335,10 @@ def attend(
     max_lines = heads_per_item * lines_per_head
     acc_width = (head_dim + 15) // 16 * 16
     for thread in prange(num_threads):
-        q_buf = np.empty((max_lines, head_dim), np.float32)
-        s_buf = np.empty((max_lines, block_size), np.float32)
-        acc_buf = np.empty((max_lines, acc_width), np.float32)
-        l_buf = np.empty((max_lines, 16), np.float32)
+        q_buf = aligned_floats(max_lines, head_dim)
+        s_buf = aligned_floats(max_lines, block_size)
+        acc_buf = aligned_floats(max_lines, acc_width)
+        l_buf = aligned_floats(max_lines, 16)
         m = np.empty(max_lines, np.float32)
         correction = np.empty(max_lines, np.float32)
         q_addr, s_addr, acc_addr = q_buf.ctypes.data, s_buf.ctypes.data, acc_buf.ctypes.data

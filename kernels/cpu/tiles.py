@@ -29,8 +29,9 @@ from .simd import (
 _FEATURES = binding.get_host_cpu_features()
 # Lanes of a register, and sums of 16 lanes that stay in registers beside what is loaded: AVX-512 has 32 registers of 16 lanes;
 # AVX2 has 16 of 8, NEON 32 of 4. More would be written to the stack and read again with every product.
-LANES, NUM_SUMS = (16, 24) if _FEATURES.get("avx512f") else (8, 6)
-_MOST_ROWS = 12  # of a group, however many sums there is room for
+LANES, NUM_SUMS = (16, 28) if _FEATURES.get("avx512f") else (8, 6)
+# Rows of a group that has so many columns of 16 lanes.
+_GROUP_ROWS = {1: 14, 2: 14, 4: 6} if LANES == 16 else {1: 6, 2: 3, 4: 1}
 
 
 def _offset(builder, base, index, stride):
@@ -43,7 +44,7 @@ def _accumulators(builder, vec_t, rows, cols):
 
 
 def _for_row_groups(builder, num_rows, largest, emit):
-    """Emit code that handles `num_rows` rows in groups of `largest`, 12 at most, and the rest in one or two smaller ones.
+    """Emit code that handles `num_rows` rows in groups of `largest` and the rest in one or two smaller ones.
 
     `emit(first_row, rows)` emits one group; the rows of a group share what they load, not what they compute, so a row's
     result doesn't depend on its group. A group of 1 to 3 rows takes about as long as one of 4, too few sums being in flight
@@ -163,7 +164,7 @@ def qk_tile(typingctx, q, q_row, k, k_row, tag, scores, scores_row, depth, num_r
             s_first = builder.add(s_, builder.mul(first, s_row_))
             _store_sums(builder, s_first, s_row_, acc)
 
-        _for_row_groups(builder, num_rows_, min(_MOST_ROWS, NUM_SUMS // cols.literal_value), emit)
+        _for_row_groups(builder, num_rows_, _GROUP_ROWS[cols.literal_value], emit)
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -203,7 +204,7 @@ def pv_tile(typingctx, p, p_row, v, v_row, tag, acc, acc_row, correction, num_to
                 _add_products(builder, v_line, name, p_column, p_row_, slots)
             _store_sums(builder, acc_first, acc_row_, slots)
 
-        _for_row_groups(builder, num_rows_, min(_MOST_ROWS, NUM_SUMS // cols.literal_value), emit)
+        _for_row_groups(builder, num_rows_, _GROUP_ROWS[cols.literal_value], emit)
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -281,7 +282,7 @@ def dot_tile(typingctx, x, x_row, weight, sums, sums_row, num_words, num_rows, a
             for pointer, slot in places:
                 builder.store(builder.load(slot), pointer).align = 4
 
-        _for_row_groups(builder, num_rows_, min(_MOST_ROWS, NUM_SUMS * 16 // (2 * LANES)), emit)
+        _for_row_groups(builder, num_rows_, _GROUP_ROWS[2 * LANES // 16], emit)
         return context.get_dummy_value()
 
     i64 = types.int64
