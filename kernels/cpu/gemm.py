@@ -73,8 +73,8 @@ def panel_sums(x, packed, panel, in_features, count, sums, ones, tag):
         depth = min(_DEPTH, in_features - start)
         weight = packed + (panel * in_features + start) * weight_row
         pv_tile(
-            x + start * 4, in_features * 4, weight, weight_row, tag, sums.ctypes.data, PANEL * 4, ones.ctypes.data, depth, count,
-            weight + depth * weight_row, weight_row, _VECTORS, 16,
+            x + start * 4, in_features * 4, weight, weight_row, tag, sums.ctypes.data, PANEL * 4, ones.ctypes.data, depth,
+            count, weight + depth * weight_row, weight_row, _VECTORS, 16,
         )  # fmt: skip
 
 

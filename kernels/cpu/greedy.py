@@ -1,9 +1,9 @@
 """The compiled search for each row's best output channel, without computing most of them in full.
 
 A product in whole numbers comes first: rows rounded to LEVELS, weights to 127. What rounding may have changed of a sum is
-bounded, so every channel has a value that its exact one can't exceed and one that it can't fall short of. Panels whose highest
-possible value is below what some channel reaches at least are done with; the others are computed as `gemm.product` computes
-them, bit for bit, and the first of the largest values is the answer.
+bounded, so every channel has a value that its exact one can't exceed and one that it can't fall short of. Panels whose
+highest possible value is below what some channel reaches at least are done with; the others are computed as `gemm.product`
+computes them, bit for bit, and the first of the largest values is the answer.
 """
 
 from __future__ import annotations
@@ -17,28 +17,33 @@ from .simd import hmax, keep_lanes, load, load_sums, splat, vadd, vmax, vmul, vs
 from .tiles import TOGETHER
 
 LEVELS = 2032  # 16 * 127: a number is 16 times one byte and another byte
+_SMALLEST_SCALE = np.float32(1e-30)
 _PARTS = 2 if TOGETHER == 4 else 1  # rows of whole numbers that a row becomes: high and low bytes, or 16 bits
 
 
 @njit(boundscheck=False, error_model="numpy")
 def _round_row(row, words, part_size):
     """Round a row to whole numbers up to LEVELS: return its scale and its norm. `words` has _PARTS rows of `part_size`."""
-    top, squares = np.float32(0), np.float32(0)
+    top, odd, squares = np.float32(0), np.float32(0), np.float32(0)
     for value in row:
         top = max(top, abs(value))
-        squares += value * value
-    # Of a row that isn't finite nothing is known: its bounds become NaN, and every channel is computed in full.
-    scale = top / np.float32(LEVELS) + (squares - squares)
+        odd += value * np.float32(0)  # 0, or NaN for a NaN or an infinity: a maximum can lose the former
+    scale = top / np.float32(LEVELS) + odd
+    # Of a row that isn't finite, or too small to be scaled, nothing is known: with NaN for its bounds it is computed in full.
+    if 0 < scale < _SMALLEST_SCALE:
+        scale = np.float32(np.nan)
     inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
     for i in range(row.shape[0]):
-        whole = np.int64(np.rint(row[i] * inverse))
+        value = row[i] * inverse
+        squares += value * value
+        whole = np.int64(np.rint(value))
         if TOGETHER == 4:
             high = (whole + 8) >> 4
             words[i] = high + 128
             words[part_size + i] = whole - 16 * high + 128
         else:
             words[i] = whole
-    return scale, np.sqrt(squares)
+    return scale, scale * np.sqrt(squares)
 
 
 @njit(boundscheck=False, error_model="numpy")
@@ -50,7 +55,8 @@ def _bounds(sums, scales, rounded, slack, scale, norm, first_channel, num_channe
         if TOGETHER == 4:
             value = vadd(vmul(value, splat(np.float32(16), 16)), load_sums(sums + (PANEL + c * 16) * 4, 16))
         value = vmul(vmul(value, load(scales + c * 64, f32, 16)), splat(scale, 16))
-        doubt = vadd(vmul(load(slack + c * 64, f32, 16), splat(norm, 16)), vmul(load(rounded + c * 64, f32, 16), splat(scale, 16)))
+        doubt = vmul(load(slack + c * 64, f32, 16), splat(norm, 16))
+        doubt = vadd(doubt, vmul(load(rounded + c * 64, f32, 16), splat(scale, 16)))
         left = num_channels - first_channel
         highest = vmax(keep_lanes(vadd(value, doubt), c * 16, 0, left), highest)
         surest = vmax(keep_lanes(vsub(value, doubt), c * 16, 0, left), surest)
@@ -60,8 +66,8 @@ def _bounds(sums, scales, rounded, slack, scale, norm, first_channel, num_channe
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
 def best_channels(
-    x, packed, packed_int8, starts, scales, rounded, slack, best, num_channels, rows_per_item, num_threads, words_tag, weight_tag,
-    f32,
+    x, packed, packed_int8, starts, scales, rounded, slack, best, num_channels, rows_per_item, num_threads, words_tag,
+    weight_tag, f32,
 ):  # fmt: skip
     """best[r] = the first of the channels with the largest x[r] @ weight^T, among the first `num_channels`; -1: not finite.
 
@@ -96,8 +102,9 @@ def best_channels(
             for r in range(count):
                 row = first + r
                 high, sure = _bounds(
-                    sums.ctypes.data + r * _PARTS * PANEL * 4, scales.ctypes.data + channel * 4, rounded.ctypes.data + channel * 4,
-                    slack.ctypes.data + channel * 4, row_scales[row], norms[row], channel, num_channels, f32,
+                    sums.ctypes.data + r * _PARTS * PANEL * 4, scales.ctypes.data + channel * 4,
+                    rounded.ctypes.data + channel * 4, slack.ctypes.data + channel * 4, row_scales[row], norms[row], channel,
+                    num_channels, f32,
                 )  # fmt: skip
                 highest[row, panel] = high
                 surest[thread, row] = max(surest[thread, row], sure)

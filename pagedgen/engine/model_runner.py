@@ -91,9 +91,7 @@ class ModelRunner:
         finally:
             self.release_cache()
 
-    def run(
-        self, batch: PackedBatch, tables: BlockTableArray | None = None, *, best_among: int | None = None
-    ) -> torch.Tensor:
+    def run(self, batch: PackedBatch, tables: BlockTableArray | None = None, *, best_among: int | None = None) -> torch.Tensor:
         """Run a batch; return the logits (num_sampled, vocab) of `batch.sample_positions`, in the model's dtype.
 
         best_among: the best of each row's first so many ids will do, see `Forward.__call__`.

@@ -18,8 +18,8 @@ from .panels import PanelLinear
 # Sums of products with rows of 12 bits stay below 2**31.
 _MOST_FEATURES = 8192
 _CHANNELS_AT_ONCE = 4096
-# What the bounds themselves are rounded by when they are computed in fp32.
-_CARE = 1 + 1e-4
+# More than the bounds themselves, sums of up to so many squares in fp32, are rounded by.
+_CARE = 1 + 1e-3
 
 
 class GreedyHead:

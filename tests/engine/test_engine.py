@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from recorder import InPlaceOfSampler
 
 from pagedgen.errors import RowError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from recorder import InPlaceOfSampler
 
 from pagedgen.errors import RowError
