@@ -2,8 +2,8 @@
 
 A weight is packed once into panels of PANEL output channels, `(panel, in_features, PANEL)`, in its own dtype: a checkpoint in
 bf16 stays in bf16 and is widened, exactly, as it is multiplied, so that a product reads half of fp32's bytes. In a panel of
-bf16 each channel of the first half lies beside one of the second (see `simd.halves_of_pairs`). Every sum runs over
-the input channels in order, whatever the number of rows or threads: a row's bits depend on the row alone.
+bf16 each channel of the first half lies beside one of the second (see `simd.halves_of_pairs`). Every sum runs over the input
+channels in order, whatever the number of rows or threads: a row's bits depend on the row alone.
 
 A *gated* product's first half of channels is the gate of the second: what comes out is silu(gate) * up.
 """
@@ -147,7 +147,7 @@ def product(
 def whole_sums(x, x_row, weight, starts, sums, num_words, count, words_buf):
     """sums (count, PANEL) int32 = rows of whole numbers times a panel of int8; see `tiles.dot_tile` for the rows' form.
 
-    `starts`: the address of PANEL numbers that the sums begin with, for rows of bytes; `words_buf` has _DEPTH words of a panel.
+    starts (PANEL,): what the sums begin with, for rows of bytes. words_buf: room for _DEPTH words of a panel in 16 bits.
     """
     for r in range(count):
         for c in range(PANEL):
