@@ -25,6 +25,7 @@ _ROWS_PER_ITEM = 32
 _ITEMS_PER_THREAD = 2
 
 _F32 = TAGS[torch.float32]
+_NARROW = np.empty(0, np.uint8)
 
 
 def _byte_strides(tensor: torch.Tensor, *dims: int) -> tuple[int, ...]:
@@ -156,6 +157,7 @@ def paged_prefill(
         TAGS[query.dtype],
         TAGS[key_cache.dtype],
         _F32,
+        _NARROW if min(block_size, head_dim) < 16 else _F32,
     )
 
 

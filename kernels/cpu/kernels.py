@@ -21,6 +21,7 @@ from .simd import (
     hmax,
     hsum,
     is_int8,
+    is_uint8,
     keep_lanes,
     keep_lanes_or_zero,
     load,
@@ -91,13 +92,13 @@ _softmax_row_4 = _make_softmax_row(4)
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size, ahead):
+def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size, ahead, sizes):
     """All scores of a tile, by columns of two vectors, one, or (for small blocks) a narrow one.
 
     Where two leave no room for all rows' sums, one column serves twice as many rows with what it loads. How a tile is cut
     changes no sum's order. `ahead`: bytes from this tile of K to the one that is read next.
     """
-    if block_size < 16:
+    if is_uint8(sizes) and block_size < 16:
         for c in range(block_size // 4):
             kc = k + c * 4 * tag.itemsize
             qk_tile(q, q_row, kc, k_row, tag, s + c * 16, s_row, depth, num_rows, kc + ahead, k_row, 1, 4)
@@ -112,13 +113,13 @@ def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size, ahea
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_rows, head_dim, ahead):
+def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_rows, head_dim, ahead, sizes):
     """Add a tile's weighted values to every row's accumulator, by columns of four or two vectors and then of one.
 
     The last vector of a head_dim that is no multiple of the width starts earlier and overlaps its neighbour; it has its own
     accumulator, so shared lanes are computed twice with the same result. `ahead`: as in `_scores`, of V.
     """
-    if head_dim < 16:
+    if is_uint8(sizes) and head_dim < 16:
         for c in range((head_dim + 3) // 4):
             vc = v + min(c * 4, head_dim - 4) * tag.itemsize
             pv_tile(p, p_row, vc, v_row, tag, acc + c * 16, acc_row, correction, num_tokens, num_rows, vc + ahead, v_row, 1, 4)
@@ -140,9 +141,9 @@ def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_ro
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _load_query(source, target, count, scale, tag, f32):
+def _load_query(source, target, count, scale, tag, f32, sizes):
     """Widen one head's query to fp32 and scale it once."""
-    if count < 16:
+    if is_uint8(sizes) and count < 16:
         factor4 = splat(scale, 4)
         for c in range((count + 3) // 4):
             i = min(c * 4, count - 4)
@@ -155,9 +156,9 @@ def _load_query(source, target, count, scale, tag, f32):
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _store_output(acc, target, head_dim, inverse, tag, f32):
+def _store_output(acc, target, head_dim, inverse, tag, f32, sizes):
     """Divide an accumulator by its sum of weights and round it to the output dtype."""
-    if head_dim < 16:
+    if is_uint8(sizes) and head_dim < 16:
         factor4 = splat(inverse, 4)
         for c in range((head_dim + 3) // 4):
             store(target + min(c * 4, head_dim - 4) * tag.itemsize, vmul(load(acc + c * 16, f32, 4), factor4), tag)
@@ -171,7 +172,7 @@ def _store_output(acc, target, head_dim, inverse, tag, f32):
 def _attend_tiles(
     first_tile, end_tile, block_tables, row, first_kv_head, end_kv_head, key_cache, key_strides, value_cache, value_strides,
     key_scales, value_scales, first_line, num_queries, group, lines_per_head, first_position, q_addr, s_addr, acc_addr, l_addr,
-    m, correction, head_dim, block_size, window, softcap, kv_tag, f32,
+    m, correction, head_dim, block_size, window, softcap, kv_tag, f32, sizes,
 ):  # fmt: skip
     """Fold the tiles [first_tile, end_tile) of a row's block table into the running softmax of `num_queries` queries.
 
@@ -207,13 +208,13 @@ def _attend_tiles(
             v_scales = value_scales[0] + block * value_scales[1] + kv_head * value_scales[2]
             _scores(
                 q_addr + r0 * q_row, q_row, k, key_strides[2], kv_tag, s_addr + r0 * s_row, s_row, head_dim, num_lines,
-                block_size, k_ahead,
+                block_size, k_ahead, sizes,
             )  # fmt: skip
             for line in range(num_lines):
                 r, position = r0 + line, first_position + low_query + line // group
                 high = min(block_size, position - base + 1)
                 low = max(0, position - window + 1 - base) if window > 0 else 0
-                if block_size < 16:
+                if is_uint8(sizes) and block_size < 16:
                     m[r], correction[r] = _softmax_row_4(
                         s_addr + r * s_row, block_size // 4, low, high, softcap, m[r], l_addr + r * 64, k_scales, v_scales,
                         kv_tag, f32,
@@ -225,7 +226,7 @@ def _attend_tiles(
                     )  # fmt: skip
             _weigh(
                 s_addr + r0 * s_row, s_row, v, value_strides[2], kv_tag, acc_addr + r0 * acc_row, acc_row,
-                correction.ctypes.data + 4 * r0, num_tokens, num_lines, head_dim, v_ahead,
+                correction.ctypes.data + 4 * r0, num_tokens, num_lines, head_dim, v_ahead, sizes,
             )  # fmt: skip
 
 
@@ -314,6 +315,7 @@ def attend(
     q_tag,
     kv_tag,
     f32,
+    sizes,
 ):
     """Attention of every query over its row's cached tokens, itself included.
 
@@ -324,7 +326,8 @@ def attend(
     inner), inner being one head_dim element of K and one token of V. key_scales, value_scales: address and strides in bytes
     (block, head) of int8 caches' scales, fp32, a head's contiguous; zeros otherwise. block_tables (S, B), cu_seqlens_q
     (S + 1,), seq_lens_kv (S,), row_bounds (G + 1,), num_shared_blocks (G,) int32. window 0 and softcap 0 mean none; sinks (H,)
-    fp32 or empty.
+    fp32 or empty. sizes: an empty array, uint8 where block_size or head_dim may be below 16, or else of any other dtype: then
+    what serves narrow vectors is not compiled, a sixth of the whole.
     """
     group = num_heads // num_kv_heads
     items, bounds = _plan_items(
@@ -353,7 +356,7 @@ def attend(
                     r = (kv_head - first_kv_head) * lines_per_head + line
                     token, head = q_start + line // group, kv_head * group + line % group
                     source = query + token * query_strides[0] + head * query_strides[1]
-                    _load_query(source, q_addr + r * q_row, head_dim, scale, q_tag, f32)
+                    _load_query(source, q_addr + r * q_row, head_dim, scale, q_tag, f32, sizes)
                     m[r] = -np.inf
                     acc_buf[r] = 0
                     l_buf[r] = 0
@@ -361,7 +364,7 @@ def attend(
             _attend_tiles(
                 0, num_shared, block_tables, row, first_kv_head, end_kv_head, key_cache, key_strides, value_cache,
                 value_strides, key_scales, value_scales, 0, num_queries, group, lines_per_head, seq_lens_kv[row] - 1, q_addr,
-                s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window, softcap, kv_tag, f32,
+                s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window, softcap, kv_tag, f32, sizes,
             )  # fmt: skip
             done = 0
             for r in range(row, end_row):
@@ -373,7 +376,7 @@ def attend(
                     first_visible // block_size, (first_position + count - 1) // block_size + 1, block_tables, r, first_kv_head,
                     end_kv_head, key_cache, key_strides, value_cache, value_strides, key_scales, value_scales, done * group,
                     count, group, lines_per_head, first_position, q_addr, s_addr, acc_addr, l_addr, m, correction, head_dim,
-                    block_size, window, softcap, kv_tag, f32,
+                    block_size, window, softcap, kv_tag, f32, sizes,
                 )  # fmt: skip
                 done += count
             for kv_head in range(first_kv_head, end_kv_head):
@@ -388,4 +391,4 @@ def attend(
                         factor = hmax(vexp(splat(m[r] - top, 4)))
                         total = total * factor + hmax(vexp(splat(sinks[head] - top, 4)))
                     target = out + token * out_strides[0] + head * out_strides[1]
-                    _store_output(acc_addr + r * acc_row, target, head_dim, factor / total, q_tag, f32)
+                    _store_output(acc_addr + r * acc_row, target, head_dim, factor / total, q_tag, f32, sizes)

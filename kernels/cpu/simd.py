@@ -253,7 +253,7 @@ def _is_dtype(name):
 
 
 # Whether the tag stands for a dtype: constants, so that the other branch is not compiled.
-is_int8, is_pairs = _is_dtype("int8"), _is_dtype("uint32")
+is_int8, is_pairs, is_uint8 = _is_dtype("int8"), _is_dtype("uint32"), _is_dtype("uint8")
 
 
 @intrinsic(prefer_literal=True)
