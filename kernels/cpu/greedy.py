@@ -17,7 +17,7 @@ from .simd import hmax, keep_lanes, load, load_sums, splat, vadd, vmax, vmul, vs
 from .tiles import TOGETHER
 
 LEVELS = 2032  # 16 * 127: a number is 16 times one byte and another byte
-_SMALLEST_SCALE = np.float32(1e-30)
+_SMALLEST_SCALE, _LARGEST_SCALE = np.float32(1e-30), np.float32(1e30)
 _PARTS = 2 if TOGETHER == 4 else 1  # rows of whole numbers that a row becomes: high and low bytes, or 16 bits
 
 
@@ -29,8 +29,8 @@ def _round_row(row, words, part_size):
         top = max(top, abs(value))
         odd += value * np.float32(0)  # 0, or NaN for a NaN or an infinity: a maximum can lose the former
     scale = top / np.float32(LEVELS) + odd
-    # Of a row that isn't finite, or too small to be scaled, nothing is known: with NaN for its bounds it is computed in full.
-    if 0 < scale < _SMALLEST_SCALE:
+    # Of a row that isn't finite, or near what fp32 can't hold, nothing is known: with NaN for its bounds it is computed in full.
+    if scale != 0 and not _SMALLEST_SCALE < scale < _LARGEST_SCALE:
         scale = np.float32(np.nan)
     inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
     for i in range(row.shape[0]):
