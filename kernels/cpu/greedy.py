@@ -29,7 +29,7 @@ def _round_row(row, words, part_size):
         top = max(top, abs(value))
         odd += value * np.float32(0)  # 0, or NaN for a NaN or an infinity: a maximum can lose the former
     scale = top / np.float32(LEVELS) + odd
-    # Of a row that isn't finite, or near what fp32 can't hold, nothing is known: with NaN for its bounds it is computed in full.
+    # Of a row that is not finite, or near what fp32 can not hold, nothing is known: bounds of NaN let it be computed in full.
     if scale != 0 and not _SMALLEST_SCALE < scale < _LARGEST_SCALE:
         scale = np.float32(np.nan)
     inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
