@@ -16,7 +16,6 @@ from numba import njit, prange
 from ..disk_cache import locked
 from .quantize import row_scale
 from .simd import (
-    aligned_floats,
     is_pairs,
     load,
     load_sums,
@@ -28,7 +27,7 @@ from .simd import (
     vsilu,
     widen_bytes,
 )
-from .tiles import LANES, TOGETHER, dot_tile, pv_tile
+from .tiles import LANES, TOGETHER, aligned_floats, dot_tile, pv_tile
 
 PANEL = 2 * LANES
 _VECTORS = PANEL // 16

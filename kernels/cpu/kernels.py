@@ -17,7 +17,6 @@ from numba import njit, prange
 
 from ..disk_cache import locked
 from .simd import (
-    aligned_floats,
     hmax,
     hsum,
     is_int8,
@@ -34,7 +33,7 @@ from .simd import (
     vsub,
     vtanh,
 )
-from .tiles import NUM_SUMS, pv_tile, qk_tile
+from .tiles import NUM_SUMS, aligned_floats, pv_tile, qk_tile
 
 _F32 = np.empty(0, np.float32)
 

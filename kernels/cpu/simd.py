@@ -11,9 +11,8 @@ the order written here, on every machine and for any number of rows handled toge
 
 from __future__ import annotations
 
-import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
@@ -218,14 +217,6 @@ def copy_element(typingctx, destination, source, tag):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, tag), codegen
-
-
-@njit(boundscheck=False, error_model="numpy")
-def aligned_floats(num_rows, width):
-    """Return an fp32 array (num_rows, width) that begins with a cache line; numba's own arrays begin with half of one."""
-    raw = np.empty(num_rows * width + 16, np.float32)
-    skipped = (-raw.ctypes.data % 64) // 4
-    return raw[skipped : skipped + num_rows * width].reshape(num_rows, width)
 
 
 @intrinsic

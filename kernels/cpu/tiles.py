@@ -1,4 +1,4 @@
-"""The two products of a tile of K or V, many rows at a time, with all sums in registers.
+"""The two products of a tile of K or V, many rows at a time, with all sums in registers; a tile of whole numbers; work space.
 
 Rows handled together share what they load, not what they compute: a row's sums run in the order written here, whatever its
 group.
@@ -6,8 +6,9 @@ group.
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import binding, ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -32,6 +33,14 @@ _FEATURES = binding.get_host_cpu_features()
 LANES, NUM_SUMS = (16, 28) if _FEATURES.get("avx512f") else (8, 6)
 # Rows of a group that has so many columns of 16 lanes.
 _GROUP_ROWS = {1: 14, 2: 14, 4: 6} if LANES == 16 else {1: 6, 2: 3, 4: 1}
+
+
+@njit(boundscheck=False, error_model="numpy")
+def aligned_floats(num_rows, width):
+    """Return an fp32 array (num_rows, width) that begins with a cache line; numba's own arrays begin with half of one."""
+    raw = np.empty(num_rows * width + 16, np.float32)
+    skipped = (-raw.ctypes.data % 64) // 4
+    return raw[skipped : skipped + num_rows * width].reshape(num_rows, width)
 
 
 def _offset(builder, base, index, stride):
