@@ -225,7 +225,6 @@ def best_channels(
         num_channels,
         _rows_per_item(x),
         num_threads,
-        _UINT8 if load_kernels("gemm")[0].TOGETHER == 4 else _INT16,
         _tag_of_panels(packed),
         _F32,
     )

@@ -18,6 +18,7 @@ from .tiles import TOGETHER
 
 LEVELS = 2032  # 16 * 127: a number is 16 times one byte and another byte
 _SMALLEST_SCALE, _LARGEST_SCALE = np.float32(1e-30), np.float32(1e30)
+_WHOLE = np.uint8 if TOGETHER == 4 else np.int16
 _PARTS = 2 if TOGETHER == 4 else 1  # rows of whole numbers that a row becomes: high and low bytes, or 16 bits
 
 
@@ -66,8 +67,8 @@ def _bounds(sums, scales, rounded, slack, scale, norm, first_channel, num_channe
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
 def best_channels(
-    x, packed, packed_int8, starts, scales, rounded, slack, best, num_channels, rows_per_item, num_threads, words_tag,
-    weight_tag, f32,
+    x, packed, packed_int8, starts, scales, rounded, slack, best, num_channels, rows_per_item, num_threads, weight_tag,
+    f32,
 ):  # fmt: skip
     """best[r] = the first of the channels with the largest x[r] @ weight^T, among the first `num_channels`; -1: not finite.
 
@@ -78,7 +79,7 @@ def best_channels(
     num_rows, in_features = x.shape
     num_panels = (num_channels + PANEL - 1) // PANEL
     num_words = in_features // TOGETHER
-    words = np.empty((num_rows, _PARTS * in_features), words_tag.dtype)
+    words = np.empty((num_rows, _PARTS * in_features), _WHOLE)
     row_scales, norms = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
     highest = np.empty((num_rows, num_panels), np.float32)
     surest = np.full((num_threads, num_rows), -np.inf, np.float32)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..kernels.cpu import fused
+from .int8 import quantize_channels
 from .panels import PanelLinear
 
 # Sums of products with rows of 12 bits stay below 2**31.
@@ -31,11 +32,10 @@ class GreedyHead:
         quantized, scales, slack, rounded = [], [], [], []
         for part in linear.weight.detach().split(_CHANNELS_AT_ONCE):
             weight = part.float()
-            scale = weight.abs().amax(dim=1) / 127
-            whole = torch.round(weight / scale.clamp_min(1e-30)[:, None])
-            quantized.append(whole.to(torch.int8))
+            codes, scale = quantize_channels(weight, 127)
+            quantized.append(codes)
             scales.append(scale)
-            whole *= scale[:, None]
+            whole = codes * scale[:, None]
             # |x @ w - x' @ w'| <= |x| |w - w'| + |x - x'| |w'|, where x - x' is at most half a scale in every element; and a
             # product in fp32 is within (n + a few) units in the last place of |x| |w| (Higham 2002, section 3.1).
             arithmetic = (in_features + 16) * 2.0**-22

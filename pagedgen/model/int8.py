@@ -52,6 +52,12 @@ def library_levels() -> int:
     return 0
 
 
+def quantize_channels(weight: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an fp32 weight (N, C) as int8 of magnitudes to `levels`, and a scale (N,) by which each channel is multiplied."""
+    scales = weight.abs().amax(dim=1) / levels
+    return torch.round(weight / scales.clamp_min(1e-30)[:, None]).to(torch.int8), scales
+
+
 class Int8Linear(nn.Module):
     """A drop-in for `nn.Linear` at inference with an int8 weight; `in_features` is a multiple of 4."""
 
@@ -60,9 +66,7 @@ class Int8Linear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self._ours = panels_pay(torch.int8)
-        weight = linear.weight.detach().float()
-        scales = weight.abs().amax(dim=1) / weight_levels()
-        quantized = torch.round(weight / scales.clamp_min(1e-30)[:, None]).to(torch.int8)
+        quantized, scales = quantize_channels(linear.weight.detach().float(), weight_levels())
         # Not buffers: an opaque oneDNN layout has no strides that nn.Module could handle.
         self._operands: Any
         if self._ours:
