@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import traceback
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 
 from pagedgen import __version__
-from pagedgen.errors import EXIT_INTERNAL, EXIT_USAGE, PagedgenError
+from pagedgen.errors import EXIT_INTERNAL, EXIT_OUTPUT, EXIT_USAGE, PagedgenError
 from pagedgen.stopping import Stopper
 
 from . import blocks, merge, model, plan, run, signals, tune
@@ -69,6 +70,30 @@ def main() -> None:
         _show_traceback()
         fail(f"internal error: {type(error).__name__}: {error}. This is a bug in pagedgen; PAGEDGEN_TRACEBACK=1 shows where")
         sys.exit(EXIT_INTERNAL)
+
+
+def command() -> None:
+    """`main` as the installed command: with its last word said the process is gone.
+
+    Python's own end would take every module and tensor apart first, which after a run takes longer than opening the model did.
+    """
+    status = [EXIT_INTERNAL]  # of a SystemExit, or of what nobody caught
+    atexit.register(_leave, status)  # the first one registered is the last one to run
+    try:
+        main()
+        status[0] = 0
+    except SystemExit as end:
+        status[0] = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+
+
+def _leave(status: list[int]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more
+            status[0] = status[0] or EXIT_OUTPUT
+    os._exit(status[0])
 
 
 def _show_traceback() -> None:

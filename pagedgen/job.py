@@ -18,6 +18,7 @@ from .jobs.report import JobReport, PlanReport, Progress
 from .jobs.resume import begin, begun_block_size, check_side_files, clear_up, find_finished, own_files, refuse_inside
 from .jobs.run import Run
 from .jobs.setup import Job, estimate_plan, prepare
+from .machine import without_collector
 from .rows.output_path import check_output
 from .rows.sinks import parquet_schema
 from .rows.sources import Source, expand_inputs
@@ -42,9 +43,9 @@ def run_job(config: JobConfig, progress: Progress, stopper: Stopper) -> JobRepor
     if config.auto_block_size:
         config = with_block_size(config, progress, stopper)
     progress.phase("opening the model")
-    from .engine.opened import open_model
+    with stats.timed("open"), without_collector():
+        from .engine.opened import open_model
 
-    with stats.timed("open"):
         opened = tuned(open_model(config.engine, chat_template=config.chat_template), config.engine)
     with opened_workspace(name, stopper) as workspace:
         if "-" in config.inputs:

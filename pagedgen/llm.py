@@ -9,6 +9,7 @@ from typing import Any
 from . import threads
 from .config import EngineConfig, PromptConfig
 from .errors import RowError, UsageError
+from .machine import without_collector
 from .request import CompletionOutput, Request, RequestOutput
 from .request import Sequence as SequenceInFlight
 from .sampling_params import SamplingParams
@@ -32,10 +33,11 @@ class LLM:
         except TypeError as error:
             raise UsageError(str(error).replace("EngineConfig.__init__()", "LLM()")) from error
         threads.prepare()
-        from .engine.engine import Engine
-        from .engine.opened import open_model
+        with without_collector():
+            from .engine.engine import Engine
+            from .engine.opened import open_model
 
-        self._engine = Engine(open_model(config))
+            self._engine = Engine(open_model(config))
         self.stats = self._engine.stats
 
     def get_tokenizer(self) -> Any:

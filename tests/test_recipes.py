@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
-COMMAND = [sys.executable, "-c", "from pagedgen.cli.main import main; main()"]
+COMMAND = [sys.executable, "-c", "from pagedgen.cli.main import command; command()"]
 
 
 def run(*args, **env):
@@ -55,7 +55,7 @@ def test_sbatch_recipes_run_the_job(tiny_model, tmp_path, recipe):
     """The script itself, as Slurm's batch shell would run it (a GPU is not asked for here)."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n')
     command = tmp_path / "pagedgen"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from pagedgen.cli.main import main; main()" "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from pagedgen.cli.main import command; command()" "$@"\n')
     command.chmod(0o755)
     done = run(
         "bash", recipe, MODEL=str(tiny_model()), PROMPTS=str(tmp_path / "p.jsonl"), OUT=str(tmp_path / "o.jsonl"),

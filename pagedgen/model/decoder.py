@@ -11,52 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..kernels.cpu import fused
 from .attention import AttentionStep, attend
+from .checkpoint import Weights
 from .greedy_head import make_greedy_head
 from .linear import RowInvariantProduct, common_buckets, split_rows
+from .llama_shape import LlamaShape, Rotary
 from .products import Product, make_product
 from .spec import ModelSpec
 
 # Rows that run through a layer together where any number may: their states stay in the caches from product to product.
 _LARGEST_CHUNK = 512
 
-# Classes of transformers whose layers are exactly norm, attention with rotary embedding, norm, gated SiLU; with each the way
-# to an attention module's sliding window.
-_WINDOWS: dict[str, Any] = {
-    "LlamaForCausalLM": lambda attention: None,
-    "MistralForCausalLM": lambda attention: attention.config.sliding_window,
-    "Qwen2ForCausalLM": lambda attention: attention.sliding_window,
-    "Qwen3ForCausalLM": lambda attention: attention.sliding_window,
-}
 
-
-def may_fuse(config: Any) -> bool:
-    """Return True for the config of a known class, whose model `can_fuse` may take."""
-    from transformers import AutoModelForCausalLM
-
-    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
-        return False  # it comes with code of its own
-    mapping = AutoModelForCausalLM._model_mapping
-    return type(config) in mapping and getattr(mapping[type(config)], "__name__", None) in _WINDOWS
-
-
-def can_fuse(model: nn.Module) -> bool:
-    """Return True for a model of a known class whose sizes the compiled passes take."""
-    import transformers
-
-    name = type(model).__name__
-    if name not in _WINDOWS or type(model) is not getattr(transformers, name, None):
-        return False
-    decoder: Any = model
-    attention, mlp = decoder.model.layers[0].self_attn, decoder.model.layers[0].mlp
-    sizes_fit = mlp.down_proj.in_features % 16 == 0 and mlp.down_proj.out_features % 16 == 0 and attention.head_dim % 8 == 0
-    return sizes_fit and decoder.config.hidden_act in ("silu", "swish")
+def can_fuse(shape: LlamaShape) -> bool:
+    """Return True for sizes that the compiled passes take."""
+    return shape.intermediate_size % 16 == 0 and shape.hidden_size % 16 == 0 and shape.head_dim % 8 == 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +45,6 @@ class _Layer:
     gate_up: Product
     down: Product
     window: int | None
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -88,32 +61,35 @@ class _Buffers:
 
 
 class FusedDecoder:
-    """The forward pass of one model in the spec's dtype; the model's own may be shorter, as a checkpoint stores it.
+    """The forward pass of one model in the spec's dtype; its weights may be shorter, as a checkpoint stores them."""
 
-    Takes the model's weights over: the modules are not usable after it is made.
-    """
-
-    def __init__(self, model: Any, spec: ModelSpec):
+    def __init__(self, shape: LlamaShape, rotary: Rotary, weights: Weights, spec: ModelSpec):
+        """Take the weights, named as in `shape.tensors`; a tied head may come as `lm_head.weight` or not at all."""
+        self._dtype = getattr(torch, spec.dtype)
         invariant = RowInvariantProduct()
 
-        def product(*linears: nn.Linear) -> Product:
+        def take(name: str) -> torch.Tensor:
+            weight = weights.pop(name)
+            return weight if spec.dtype == "float32" else weight.to(self._dtype)
+
+        def linear(name: str) -> nn.Linear:
+            return _as_linear(take(f"{name}.weight"), take(f"{name}.bias") if f"{name}.bias" in weights else None)
+
+        def product(*names: str) -> Product:
+            linears = [linear(name) for name in names]
             return make_product(_joined(*linears) if len(linears) > 1 else linears[0], spec, invariant)
 
-        decoder = model.model
-        self._dtype = getattr(torch, spec.dtype)
-        self._eps = float(model.config.rms_norm_eps)
-        self._heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self._intermediate = spec.intermediate_size
-        self._embedding = decoder.embed_tokens.weight.detach()
-        self._rotary = decoder.rotary_emb
-        self._head = product(model.lm_head)
-        self._greedy_head = make_greedy_head(model.lm_head, self._head, self._dtype)
-        window = _WINDOWS[type(model).__name__]
-        self._layers = []
-        for index, layer in enumerate(decoder.layers):
-            self._layers.append(_take_layer(layer, window(layer.self_attn), product))
-            decoder.layers[index] = nn.Identity()  # the weights are packed: these go
-        self._norm = decoder.norm.weight.detach().float()
+        self._eps = shape.eps
+        self._heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        self._intermediate = shape.intermediate_size
+        self._scale = shape.scale
+        self._rotary = rotary
+        self._layers = [_take_layer(index, shape, take, product) for index in range(shape.num_layers)]
+        self._norm = take("model.norm.weight").float()
+        self._embedding = take("model.embed_tokens.weight")
+        head = linear("lm_head") if "lm_head.weight" in weights else _as_linear(self._embedding, None)
+        self._head = make_product(head, spec, invariant)
+        self._greedy_head = make_greedy_head(head, self._head, self._dtype)
         self._products = (self._layers[0].qkv, self._layers[0].out, self._layers[0].gate_up, self._layers[0].down)
         self._buffers: _Buffers | None = None
 
@@ -134,7 +110,7 @@ class FusedDecoder:
         ids[: input_ids.shape[0]], places[: positions.shape[0]] = input_ids, positions
         work = self._work_space(rows)
         residual = work.residual[:rows].copy_(self._embedding[ids])
-        cos, sin = (t[0].contiguous() for t in self._rotary(residual, places[None]))
+        cos, sin = self._rotary(places)
         for start, end in chunks:
             fused.add_rms_norm(residual[start:end], None, None, self._layers[0].input_norm, work.normed[start:end], self._eps)
             self._project(0, start, end, cos, sin, work)
@@ -143,7 +119,7 @@ class FusedDecoder:
             attended = work.attended[:rows]
             attend(
                 step, index, work.query[:rows], work.key[:rows], work.value[:rows], attended,
-                scale=layer.scale, sliding_window=layer.window, softcap=None, sinks=None,
+                scale=self._scale, sliding_window=layer.window, softcap=None, sinks=None,
             )  # fmt: skip
             if index == last:
                 break
@@ -238,31 +214,34 @@ def _chunks(num_rows: int, buckets: tuple[int, ...]) -> list[tuple[int, int]]:
     return bounds
 
 
-def _take_layer(layer: Any, window: int | None, product: Callable[..., Product]) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = None
-    if hasattr(attention, "q_norm"):
-        norms = (attention.q_norm.weight.detach().float(), attention.k_norm.weight.detach().float())
+def _take_layer(index: int, shape: LlamaShape, take: Callable[[str], torch.Tensor], product: Callable[..., Product]) -> _Layer:
+    attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+
+    def norm(name: str) -> torch.Tensor:
+        return take(f"{name}.weight").float()
+
     return _Layer(
-        input_norm=layer.input_layernorm.weight.detach().float(),
-        qkv=product(attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norms=norms,
-        out=product(attention.o_proj),
-        post_norm=layer.post_attention_layernorm.weight.detach().float(),
-        gate_up=product(mlp.gate_proj, mlp.up_proj),
-        down=product(mlp.down_proj),
-        window=window,
-        scale=float(attention.scaling),
+        input_norm=norm(f"model.layers.{index}.input_layernorm"),
+        qkv=product(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+        head_norms=(norm(f"{attention}.q_norm"), norm(f"{attention}.k_norm")) if shape.head_norms else None,
+        out=product(f"{attention}.o_proj"),
+        post_norm=norm(f"model.layers.{index}.post_attention_layernorm"),
+        gate_up=product(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+        down=product(f"{mlp}.down_proj"),
+        window=shape.windows[index],
     )
 
 
+def _as_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
 def _joined(*linears: nn.Linear) -> nn.Linear:
-    """Return one linear map whose output is that of several, side by side."""
-    joined = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta")
-    joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
-    if any(linear.bias is not None for linear in linears):
-        biases: list[torch.Tensor] = [
-            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
-        ]
-        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return joined
+    """Return one linear map whose output is that of several, side by side; all have a bias or none has."""
+    biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    weights: list[torch.Tensor] = [linear.weight for linear in linears]
+    return _as_linear(torch.cat(weights), torch.cat(biases) if biases else None)

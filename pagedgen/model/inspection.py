@@ -1,11 +1,13 @@
 """A model's shapes and sizes from its config alone, and what refuses it before its weights load.
 
-The model is built on the meta device and run once without weights, and its attention is asked what it wants.
+A model whose layers aren't known beforehand (`llama_shape.py`) is built on the meta device and run once without weights, and
+its attention is asked what it wants.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from ..errors import ModelError
 from . import attention
 from .int8 import is_quantized, weight_levels
+from .llama_shape import LlamaShape, llama_shape, rotary_embedding
 from .loader import ModelFiles, told
 from .spec import DTYPE_BYTES, ModelSpec
 
@@ -44,11 +47,8 @@ class _Probe:
         return out, None
 
 
-def _check_family(files: ModelFiles, config: Any) -> type:
-    """Return the causal-LM class of a config whose modelling code goes through `AttentionInterface`."""
-    from transformers import AutoModelForCausalLM
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
+def _check_config(files: ModelFiles, config: Any) -> None:
+    """Refuse what a config alone says can't run."""
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{files.name} ({kind}) is an encoder-decoder model; only decoder-only models can run")
@@ -62,6 +62,16 @@ def _check_family(files: ModelFiles, config: Any) -> type:
         raise ModelError(f"{files.name} ({kind}) shares K/V between layers, which is not supported yet")
     if getattr(config, "quantization_config", None):
         raise ModelError(f"{files.name} ({kind}) has quantized weights, which are not supported yet")
+    if text.num_hidden_layers < 1:
+        raise ModelError(f"{files.name} ({kind}) has {text.num_hidden_layers} layers")
+
+
+def _check_code(files: ModelFiles, config: Any) -> None:
+    """Refuse a config whose causal-LM class doesn't attend through `AttentionInterface`."""
+    from transformers import AutoModelForCausalLM
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    kind = getattr(config, "model_type", type(config).__name__)
     auto_map = getattr(config, "auto_map", None) or {}
     if files.trust_remote_code and "AutoModelForCausalLM" in auto_map:
         cls = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], files.path, revision=files.revision)
@@ -75,7 +85,6 @@ def _check_family(files: ModelFiles, config: Any) -> type:
         raise ModelError(
             f"{files.name} ({kind}): its modelling code has its own attention that can't be replaced by a paged one"
         )
-    return cls
 
 
 def _rope_limit(text_config: Any) -> int | None:
@@ -94,7 +103,7 @@ def _rope_limit(text_config: Any) -> int | None:
     return None
 
 
-def _context_limit(files: ModelFiles, text_config: Any, probe: _Probe) -> tuple[int, str]:
+def _context_limit(files: ModelFiles, text_config: Any, mask_only_window: int | None) -> tuple[int, str]:
     """Return the longest row that can run, and what limits it."""
     positions = getattr(text_config, "max_position_embeddings", None)
     if not positions:
@@ -103,9 +112,9 @@ def _context_limit(files: ModelFiles, text_config: Any, probe: _Probe) -> tuple[
     rope = _rope_limit(text_config)
     if rope is not None:
         limits.append((rope, "its original context: past it, one long row would change every row's rotary embedding"))
-    if probe.mask_only_window is not None:
+    if mask_only_window is not None:
         limits.append(
-            (probe.mask_only_window, "its sliding window, which its code applies by a mask that packed batches don't build")
+            (mask_only_window, "its sliding window, which its code applies by a mask that packed batches don't build")
         )
     return min(limits)
 
@@ -113,7 +122,7 @@ def _context_limit(files: ModelFiles, text_config: Any, probe: _Probe) -> tuple[
 def inspect_model(
     files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[int, ...], quantization: str = "none"
 ) -> ModelSpec:
-    """Return a model's shapes and sizes from its config alone, by building it and running it once without weights.
+    """Return a model's shapes and sizes from its config alone.
 
     Raises:
         ModelError: a family, layer kind or attention option that can't run; the message names it.
@@ -122,13 +131,73 @@ def inspect_model(
 
 
 def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[int, ...], quantization: str) -> ModelSpec:
-    _check_family(files, config)
+    _check_config(files, config)
     levels = weight_levels() if quantization == "int8" else 0
     if quantization == "int8" and not levels:
         raise ModelError("--quantization int8: torch has no 8-bit products for this processor")
+    shape = llama_shape(config)
+    if shape is not None:
+        rotary_embedding(config)  # refuses what it can't be made of
+        found = _look_at_shape(shape)
+    else:
+        found = _look_at_modules(files, config, dtype)
     text = config.get_text_config()
-    if text.num_hidden_layers < 1:
-        raise ModelError(f"{files.name} ({config.model_type}) has {text.num_hidden_layers} layers")
+    max_model_len, limited_by = _context_limit(files, text, found.mask_only_window)
+    weights_bytes, head_bytes = _weights_bytes(found, DTYPE_BYTES[dtype], quantization)
+    return ModelSpec(
+        model_type=config.model_type,
+        dtype=dtype,
+        kv_cache_dtype=dtype,
+        num_layers=text.num_hidden_layers,
+        num_heads=found.num_heads,
+        num_kv_heads=found.num_kv_heads,
+        head_dim=found.head_dim,
+        hidden_size=text.hidden_size,
+        intermediate_size=found.intermediate_size,
+        vocab_size=text.vocab_size,
+        max_model_len=max_model_len,
+        max_model_len_limited_by=limited_by,
+        weights_bytes=weights_bytes,
+        tied_head_bytes=head_bytes if found.tied else 0,
+        eos_token_ids=eos_token_ids,
+        quantization=quantization,
+        weight_levels=levels,
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is to be known of a model beside its config."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    mask_only_window: int | None
+    num_parameters: int  # tied ones once
+    linears: list[tuple[int, int]]  # output and input features of every linear map whose weight is its own
+    head: tuple[int, int] | None  # those of the output head
+    tied: bool  # its weight is the embedding's
+
+
+def _look_at_shape(shape: LlamaShape) -> _Found:
+    return _Found(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        mask_only_window=None,
+        num_parameters=sum(math.prod(sizes) for sizes in shape.tensors().values()),
+        linears=[(out_features, in_features) for out_features, in_features, _ in shape.linears().values()],
+        head=(shape.vocab_size, shape.hidden_size),
+        tied=shape.tied,
+    )
+
+
+def _look_at_modules(files: ModelFiles, config: Any, dtype: str) -> _Found:
+    """Build the model on the meta device, run it once without weights, and see what its attention asks for."""
+    _check_code(files, config)
+    text = config.get_text_config()
     model, probe = _probe(files, config, dtype)
     layers = probe.layers
     num_layers = text.num_hidden_layers
@@ -148,46 +217,33 @@ def _inspect(files: ModelFiles, config: Any, dtype: str, eos_token_ids: tuple[in
             f"{files.name} ({config.model_type}) has K/V of different shapes {sorted(shapes)} "
             "(heads, KV heads, key and value dimension); one shape for all layers is needed"
         )
-    max_model_len, limited_by = _context_limit(files, text, probe)
     embeddings: Any = model
-    head = embeddings.get_output_embeddings()
-    tied_head = head is not None and head.weight is embeddings.get_input_embeddings().weight
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    weights_bytes, head_bytes = _weights_bytes(model, head, dtype, quantization, inner)
-    return ModelSpec(
-        model_type=config.model_type,
-        dtype=dtype,
-        kv_cache_dtype=dtype,
-        num_layers=num_layers,
+    head, embedding = embeddings.get_output_embeddings(), embeddings.get_input_embeddings()
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.weight is not embedding.weight]
+    return _Found(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=key_dim,
-        hidden_size=text.hidden_size,
-        intermediate_size=inner,
-        vocab_size=text.vocab_size,
-        max_model_len=max_model_len,
-        max_model_len_limited_by=limited_by,
-        weights_bytes=weights_bytes,
-        tied_head_bytes=head_bytes if tied_head else 0,
-        eos_token_ids=eos_token_ids,
-        quantization=quantization,
-        weight_levels=levels,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        mask_only_window=probe.mask_only_window,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        linears=[(m.out_features, m.in_features) for m in linears],
+        head=None if head is None else (head.weight.shape[0], head.weight.shape[1]),
+        tied=head is not None and head.weight is embedding.weight,
     )
 
 
-def _weights_bytes(model: Any, head: Any, dtype: str, quantization: str, intermediate_size: int) -> tuple[int, int]:
+def _weights_bytes(found: _Found, dtype_bytes: int, quantization: str) -> tuple[int, int]:
     """Return the bytes of all weights, tied ones counted once, and of the output head as it is run."""
-    sizes = {id(p): p.numel() * DTYPE_BYTES[dtype] for p in model.parameters()}
-    head_bytes = 0 if head is None else sizes[id(head.weight)]
-    if quantization == "int8":
-        embedding = model.get_input_embeddings().weight
-        for module in (m for m in model.modules() if isinstance(m, torch.nn.Linear) and is_quantized(m, intermediate_size)):
-            packed = module.weight.numel() + 4 * module.out_features
-            if module is head:
-                head_bytes = packed
-            if module.weight is not embedding:  # a tied head's weight stays beside its packed copy
-                sizes[id(module.weight)] = packed
-    return sum(sizes.values()), head_bytes
+
+    def num_bytes(sizes: tuple[int, int]) -> int:
+        out_features, in_features = sizes
+        if quantization == "int8" and is_quantized(in_features, found.intermediate_size):
+            return out_features * in_features + 4 * out_features
+        return out_features * in_features * dtype_bytes
+
+    spared = sum(math.prod(sizes) * dtype_bytes - num_bytes(sizes) for sizes in found.linears)
+    return found.num_parameters * dtype_bytes - spared, 0 if found.head is None else num_bytes(found.head)
 
 
 def _probe(files: ModelFiles, config: Any, dtype: str) -> tuple[torch.nn.Module, _Probe]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
 
 from ..errors import ModelError, PagedgenError
 from ..machine import cpu_flags
 from . import attention, demo
-from .decoder import FusedDecoder, can_fuse, may_fuse
+from .checkpoint import Weights, open_checkpoint
+from .decoder import FusedDecoder, can_fuse
 from .forward import Forward, ModuleForward
+from .llama_shape import llama_shape, rotary_embedding
 from .products import make_row_invariant
 from .spec import ModelSpec
 
@@ -161,41 +163,66 @@ def best_dtype(device: str, config: Any) -> str:
     return "bfloat16" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
 
 
-def _stored_dtype(files: ModelFiles) -> str | None:
-    """Return the 16-bit dtype that all tensors of a local checkpoint have; None where they have others, or it isn't known.
-
-    The config's word is not enough: tensors that are wider than it says would be rounded.
-    """
-    found = set()
-    for path in Path(files.path).glob("*.safetensors"):
-        with safe_open(path, framework="pt") as tensors:
-            found |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118  it isn't a dict
-    return {frozenset({"BF16"}): "bfloat16", frozenset({"F16"}): "float16"}.get(frozenset(found))
-
-
 def load_model(files: ModelFiles, config: Any, spec: ModelSpec, device: str, *, row_invariant: bool, fused: bool) -> Forward:
     """Load the weights; return the model's forward pass with paged attention on its device.
 
     With `row_invariant` every product runs in agreeing row buckets (see `linear.py`). `fused`: by our own passes on CPU where
-    they know the model (see `decoder.py`), else by transformers' modules. A checkpoint in 16 bits that runs in fp32 by our own
-    passes is loaded as it is stored. Other models may make numbers of their own in the dtype that they are loaded in.
+    they know the model (see `decoder.py`), else by transformers' modules.
 
     Raises:
         ModelError: tensors are missing from the checkpoint (they would be random), or it can't be read.
     """
+    shape = llama_shape(config) if fused else None
+    if shape is None or not can_fuse(shape):
+        model = _load_modules(files, config, spec)
+        model.to(device)
+        return ModuleForward(model, make_row_invariant(model, spec) if row_invariant else {})
+    # Other than exactly the tensors it should have, transformers may know how to read, or says what is wrong with it.
+    weights: Weights | None = open_checkpoint(_weight_files(files, config), shape.tensors())
+    if weights is None:
+        weights = dict(_load_modules(files, config, spec).state_dict())
+    return FusedDecoder(shape, rotary_embedding(config), weights, spec)
+
+
+def _weight_files(files: ModelFiles, config: Any) -> list[Path]:
+    """Return the safetensors files of a model that are on this machine, or none."""
+    whole = _local(files, config, "model.safetensors")
+    if whole is not None:
+        return [whole]
+    index = _local(files, config, "model.safetensors.index.json")
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index is not None else ()
+        paths = [_local(files, config, name) for name in sorted(names)]
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):  # a broken index: transformers says how
+        return []
+    return [path for path in paths if path is not None]
+
+
+def _local(files: ModelFiles, config: Any, name: str) -> Path | None:
+    directory = Path(files.path)
+    if directory.is_dir():
+        path = directory / name
+        return path if path.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(files.path, name, revision=getattr(config, "_commit_hash", None))
+    return Path(found) if isinstance(found, str) else None
+
+
+def _load_modules(files: ModelFiles, config: Any, spec: ModelSpec) -> Any:
+    """Return transformers' model with its weights, in the spec's dtype, its attention replaced by ours."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     attention.register()
     logging.disable_progress_bar()
-    as_stored = fused and spec.dtype == "float32" and may_fuse(config)
     loaded: Any = told(  # with output_loading_info a pair, which its type doesn't say
         files,
         "weights",
         lambda: AutoModelForCausalLM.from_pretrained(
             files.path,
             config=config,
-            dtype=getattr(torch, (_stored_dtype(files) if as_stored else None) or spec.dtype),
+            dtype=getattr(torch, spec.dtype),
             attn_implementation=attention.ATTENTION_NAME,
             use_safetensors=None if files.allow_pickle else True,
             output_loading_info=True,
@@ -212,9 +239,4 @@ def load_model(files: ModelFiles, config: Any, spec: ModelSpec, device: str, *, 
         raise ModelError(f"the checkpoint of {files.name} has {max(layers) + 1} layers, its config {num_layers}")
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
-    model.eval().requires_grad_(False)
-    model.to(device)
-    if fused and can_fuse(model):
-        return FusedDecoder(model, spec)
-    model.to(getattr(torch, spec.dtype))
-    return ModuleForward(model, make_row_invariant(model, spec) if row_invariant else {})
+    return model.eval().requires_grad_(False)

@@ -18,7 +18,7 @@ Product = RowInvariantLinear | PanelLinear | Int8Linear
 
 def make_product(linear: nn.Linear, spec: ModelSpec, invariant: RowInvariantProduct) -> Product:
     """Return a linear map as it runs on this machine; `invariant` keeps what the model's library products share."""
-    if spec.quantization == "int8" and is_quantized(linear, spec.intermediate_size):
+    if spec.quantization == "int8" and is_quantized(linear.in_features, spec.intermediate_size):
         return Int8Linear(linear)
     dtype = getattr(torch, spec.dtype)
     if panels_pay(dtype):

@@ -23,7 +23,16 @@ TURNS = ["Name a river.", "Where does it end?", "How long is it?", "Name another
 def run(model: str, prompts: Path, directory: Path, *flags: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run a job; return its statistics and its rows."""
     out = directory / "out.jsonl"
-    command = [sys.executable, "-c", "from pagedgen.cli.main import main; main()", "run", model, str(prompts), "-o", str(out)]
+    command = [
+        sys.executable,
+        "-c",
+        "from pagedgen.cli.main import command; command()",
+        "run",
+        model,
+        str(prompts),
+        "-o",
+        str(out),
+    ]
     subprocess.run([*command, "--overwrite", "--progress", "none", *flags], check=True)
     stats = json.loads(Path(f"{out}.stats.json").read_text())
     return stats, [json.loads(line) for line in out.read_text().splitlines()]

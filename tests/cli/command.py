@@ -16,7 +16,7 @@ from unittest import mock
 from pagedgen.cli.signals import STOPPING
 
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-COMMAND = [sys.executable, "-c", "from pagedgen.cli.main import main; main()"]
+COMMAND = [sys.executable, "-c", "from pagedgen.cli.main import command; command()"]
 
 
 def pagedgen(*args, cwd="."):

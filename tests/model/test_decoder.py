@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from pagedgen.config import EngineConfig
 from pagedgen.engine.opened import open_model
 from pagedgen.model import products as module
-from pagedgen.model.decoder import FusedDecoder, can_fuse
+from pagedgen.model.decoder import FusedDecoder
 from pagedgen.model.forward import ModuleForward
+from pagedgen.model.llama_shape import llama_shape, rotary_embedding
 from pagedgen.sampling_params import SamplingParams
 
 FUSED = ["llama", "llama_mqa", "qwen2", "qwen3", "mistral_window"]
@@ -93,24 +94,6 @@ def test_a_checkpoint_in_16_bits_has_the_bits_of_its_widened_copy(
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("family", NOT_FUSED)
-def test_other_models_run_through_their_modules(tiny_model, family):
-    from transformers import AutoModelForCausalLM
-
-    assert not can_fuse(AutoModelForCausalLM.from_pretrained(tiny_model(family)))
-
-
-def test_a_class_that_only_has_the_name_is_not_taken(tiny_model):
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(tiny_model("llama"))
-    assert can_fuse(model)
-    model.__class__ = type("LlamaForCausalLM", (LlamaForCausalLM,), {})
-    assert not can_fuse(model)
-    gelu = LlamaForCausalLM.from_pretrained(tiny_model("llama", hidden_act="gelu"))
-    assert not can_fuse(gelu)
-
-
 def test_a_step_that_samples_nothing_has_no_logits(tiny_model, engine_run):
     """Chunks of a long prompt need none; the work space serves steps of every size."""
     run = engine_run(tiny_model("llama"), max_num_batched_tokens=16, max_num_seqs=4)
@@ -127,10 +110,12 @@ def test_a_step_that_samples_nothing_has_no_logits(tiny_model, engine_run):
     assert shapes[0] == (0, 263) and shapes[-1] == (1, 263)
 
 
-def test_weights_are_held_once(tiny_model):
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}])
+def test_weights_are_held_once(tiny_model, settings):
+    """A layer's weights go as they are packed, whoever loaded them."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32)
-    FusedDecoder(model, open_model(EngineConfig(str(tiny_model("llama")), dtype="float32")).spec)
-    left = {name for name, _ in model.named_parameters()}
-    assert left == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    opened = open_model(EngineConfig(str(tiny_model("llama", **settings)), dtype="float32"))
+    weights = dict(AutoModelForCausalLM.from_pretrained(opened.files.path, dtype=torch.float32).state_dict())
+    FusedDecoder(llama_shape(opened.hf_config), rotary_embedding(opened.hf_config), weights, opened.spec)
+    assert not weights
