@@ -30,12 +30,11 @@ TAGS: dict[torch.dtype, np.ndarray[Any, Any]] = {
 def add_rms_norm(
     residual: torch.Tensor,
     delta: torch.Tensor | None,
-    scales: torch.Tensor | None,
     weight: torch.Tensor,
     out: torch.Tensor,
     eps: float,
 ) -> None:
-    """residual += delta * scales; out = RMSNorm(residual) * weight.
+    """residual += delta; out = RMSNorm(residual) * weight.
 
     residual (T, C) and weight (C,) fp32; delta and out (T, C). C is a multiple of 16.
     """
@@ -43,7 +42,6 @@ def add_rms_norm(
     kernels.add_rms_norm(
         residual.data_ptr(),
         0 if delta is None else delta.data_ptr(),
-        _F32 if scales is None else scales.numpy(),
         weight.data_ptr(),
         out.data_ptr(),
         out.shape[0],
@@ -58,7 +56,6 @@ def add_rms_norm(
 
 def rotate(
     qkv: torch.Tensor,
-    scales: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
@@ -75,7 +72,6 @@ def rotate(
     kernels, num_threads = load_kernels("rows")
     kernels.rotate(
         qkv.data_ptr(),
-        _F32 if scales is None else scales.numpy(),
         cos.data_ptr(),
         sin.data_ptr(),
         0 if norms is None else norms[0].data_ptr(),
@@ -95,12 +91,11 @@ def rotate(
     )
 
 
-def silu_mul(gate_up: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor) -> None:
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     """out = silu(gate) * up. gate_up (T, 2 I), out (T, I). I is a multiple of 16."""
     kernels, num_threads = load_kernels("rows")
     kernels.silu_mul(
         gate_up.data_ptr(),
-        _F32 if scales is None else scales.numpy(),
         out.data_ptr(),
         out.shape[0],
         out.shape[1],
@@ -158,41 +153,44 @@ class Int8Panels(NamedTuple):
     """A weight (N, C) of whole numbers in panels, for `product_int8`."""
 
     packed: torch.Tensor  # (P, C / together, width, together) int8
-    starts: torch.Tensor  # (P * width,) int32: -128 times each channel's sum
+    starts: torch.Tensor  # (groups of inputs, P * width) int32: what makes up for the rows' offset
     scales: torch.Tensor  # (P * width,) fp32
 
 
-def pack_int8(weight: torch.Tensor, scales: torch.Tensor) -> Int8Panels:
-    """Return a weight (N, C) int8 of magnitudes to 127, to be multiplied by `scales` (N,); C is a multiple of 4."""
-    packed = pack(weight, load_kernels("gemm")[0].TOGETHER)
+def pack_int8(weight: torch.Tensor, scales: torch.Tensor, num_groups: int = 1) -> Int8Panels:
+    """Return a weight (N, C) int8 of magnitudes to 127, to be multiplied by `scales` (N,), its inputs in equal groups.
+
+    A group's inputs are a multiple of 4.
+    """
+    together = load_kernels("gemm")[0].TOGETHER
+    packed = pack(weight, together)
     extra = packed.shape[0] * packed.shape[2] - weight.shape[0]
-    starts = -128 * weight.sum(dim=1, dtype=torch.int32)
-    return Int8Panels(packed, *(torch.nn.functional.pad(t, (0, extra)) for t in (starts, scales)))
+    offset = 128 if together == 4 else 0  # of the rows' numbers, see `quantize`
+    starts = -offset * weight.view(weight.shape[0], num_groups, -1).sum(dim=2, dtype=torch.int32).t()
+    return Int8Panels(packed, *(torch.nn.functional.pad(t, (0, extra)).contiguous() for t in (starts, scales)))
 
 
-def quantize_for_panels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `quantize(x)` in the dtype that `product_int8` takes."""
-    return quantize(x, torch.uint8 if load_kernels("gemm")[0].TOGETHER == 4 else torch.int16)
+def product_int8(x: torch.Tensor, weight: Int8Panels, out: torch.Tensor, *, gated: bool = False) -> None:
+    """out (T, P * width) = x @ weight^T, each of the weight's groups of a row of x (T, C) rounded by its own scale.
 
-
-def product_int8(x: torch.Tensor, weight: Int8Panels, out: torch.Tensor, *, row_scales: torch.Tensor | None = None) -> None:
-    """out (T, P * width) = x @ weight^T * scales. x (T, C) by `quantize_for_panels`.
-
-    With `row_scales` (T,) fp32, gated: out (T, P / 2 * width) = silu(the first half) * the second, of rows multiplied by them.
+    gated: out (T, P / 2 * width) = silu(the first half) * the second.
     """
     kernels, num_threads = load_kernels("gemm")
+    num_groups = weight.starts.shape[0]
+    levels, row_scales = quantize(x, torch.uint8 if kernels.TOGETHER == 4 else torch.int16, num_groups)
     kernels.product_int8(
-        x.data_ptr(),
+        levels.data_ptr(),
         weight.packed.data_ptr(),
         weight.starts.numpy(),
         weight.scales.numpy(),
-        _F32 if row_scales is None else row_scales.numpy(),
+        row_scales.numpy().reshape(-1),
         out.data_ptr(),
         x.shape[0],
         x.shape[1],
+        num_groups,
         weight.packed.shape[0],
-        1 if row_scales is None else 2,
-        _rows_per_item(x),
+        2 if gated else 1,
+        _rows_per_item(levels),
         num_threads,
         TAGS[out.dtype],
         _F32,
@@ -217,7 +215,7 @@ def best_channels(
         x.numpy(),
         packed.data_ptr(),
         whole.packed.data_ptr(),
-        whole.starts.numpy(),
+        whole.starts[0].numpy(),
         whole.scales.numpy(),
         rounded.numpy(),
         slack.numpy(),
@@ -242,15 +240,24 @@ def _rows_per_item(x: torch.Tensor) -> int:
     return max(1, -(-num_rows // (blocks * _ROWS_STEP))) * _ROWS_STEP
 
 
-def quantize(x: torch.Tensor, dtype: torch.dtype = torch.uint8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round each row of x (T, C) to 255 levels: return them and scales (T,) fp32 with x = levels * scale.
+def quantize(x: torch.Tensor, dtype: torch.dtype = torch.uint8, num_groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each of `num_groups` equal parts of each row of x (T, C) to 255 levels.
 
-    As int16 the levels are from -127 to 127, as uint8 128 stands for 0. C is at least 4. A row that holds a NaN or an
-    infinity has a NaN for its scale.
+    Returns them and scales (T, num_groups) fp32 with x = levels * scale. As int16 the levels are from -127 to 127, as uint8 128
+    stands for 0. A part has at least 4 elements. One that holds a NaN or an infinity has a NaN for its scale.
     """
     kernels, num_threads = load_kernels("rows")
     out = torch.empty(x.shape, dtype=dtype)
-    scales = torch.empty(x.shape[0])
+    scales = torch.empty(x.shape[0], num_groups)
     tag = _UINT8 if dtype == torch.uint8 else _INT16
-    kernels.quantize(x.data_ptr(), out.data_ptr(), scales.numpy(), x.shape[0], x.shape[1], num_threads, TAGS[x.dtype], tag)
+    kernels.quantize(
+        x.data_ptr(),
+        out.data_ptr(),
+        scales.numpy().reshape(-1),
+        x.shape[0] * num_groups,
+        x.shape[1] // num_groups,
+        num_threads,
+        TAGS[x.dtype],
+        tag,
+    )
     return out, scales

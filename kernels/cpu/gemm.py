@@ -14,7 +14,6 @@ import numpy as np
 from numba import njit, prange
 
 from ..disk_cache import locked
-from .quantize import row_scale
 from .simd import (
     is_pairs,
     load,
@@ -88,25 +87,32 @@ def _add_bias(sums, bias, count, f32):
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _scale_sums(sums, scales, count, f32):
-    """Make fp32 of an item's int32 sums (count, PANEL), multiplied by a panel's scales."""
-    for c in range(_VECTORS):
-        scale = load(scales + c * 64, f32, 16)
-        for r in range(count):
-            at = sums + (r * _VECTORS + c) * 64
-            store(at, vmul(load_sums(at, 16), scale), f32)
+def _add_scaled(sums, totals, row_scales, group, num_groups, first, scales, count, f32):
+    """totals (count, PANEL) fp32 += an item's int32 sums over one group of inputs, each row's by its scale of the group.
+
+    The first group's begin the totals, the last one's end them with the channels' scales.
+    """
+    for r in range(count):
+        of_row = splat(row_scales[(first + r) * num_groups + group], 16)
+        for c in range(_VECTORS):
+            at = (r * PANEL + c * 16) * 4
+            total = vmul(load_sums(sums + at, 16), of_row)
+            if group > 0:
+                total = vadd(total, load(totals + at, f32, 16))
+            if group == num_groups - 1:
+                total = vmul(total, load(scales + c * 64, f32, 16))
+            store(totals + at, total, f32)
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _store_rows(sums, up, row_scales, target, target_row, first, count, out_tag, f32):
+def _store_rows(sums, up, target, target_row, count, out_tag, f32):
     """Store an item's sums (rows, PANEL) in the output's dtype; gated where `up`, the address of other sums, is not 0."""
     for r in range(count):
-        scale = splat(row_scale(row_scales, first + r), 16)
         for c in range(_VECTORS):
             at = (r * PANEL + c * 16) * 4
             total = load(sums + at, f32, 16)
             if up != 0:
-                total = vmul(vsilu(vmul(total, scale)), vmul(load(up + at, f32, 16), scale))
+                total = vmul(vsilu(total), load(up + at, f32, 16))
             store(target + r * target_row + c * 16 * out_tag.itemsize, total, out_tag)
 
 
@@ -122,7 +128,6 @@ def product(
     """
     num_groups = num_panels // together
     num_items = num_items_of(num_groups, num_rows, rows_per_item)
-    no_scales = np.empty(0, np.float32)
     taken = np.zeros(1, np.int64)
     for _ in prange(num_threads):
         sums = aligned_floats(together * rows_per_item, PANEL)
@@ -138,7 +143,7 @@ def product(
             up = sums.ctypes.data + count * PANEL * 4 if together > 1 else 0
             row_bytes = num_groups * PANEL * out_tag.itemsize
             target = out + first * row_bytes + group * PANEL * out_tag.itemsize
-            _store_rows(sums.ctypes.data, up, no_scales, target, row_bytes, first, count, out_tag, f32)
+            _store_rows(sums.ctypes.data, up, target, row_bytes, count, out_tag, f32)
             item, end = next_item(item, end, taken, num_items, num_threads)
 
 
@@ -146,11 +151,9 @@ def product(
 def whole_sums(x, x_row, weight, starts, sums, num_words, count, words_buf):
     """sums (count, PANEL) int32 = rows of whole numbers times a panel of int8; see `tiles.dot_tile` for the rows' form.
 
-    starts (PANEL,): what the sums begin with, for rows of bytes. words_buf: room for _DEPTH words of a panel in 16 bits.
+    starts (PANEL,): what the sums begin with. words_buf: room for _DEPTH words of a panel in 16 bits.
     """
-    for r in range(count):
-        for c in range(PANEL):
-            sums[r, c] = starts[c] if TOGETHER == 4 else 0
+    begin, begin_row = starts.ctypes.data, 0
     for start in range(0, num_words, _DEPTH):
         words = min(_DEPTH, num_words - start)
         part = weight + start * TOGETHER * PANEL
@@ -159,42 +162,58 @@ def whole_sums(x, x_row, weight, starts, sums, num_words, count, words_buf):
             for c in range(0, words * 2 * PANEL, 32):
                 widen_bytes(part + c, words_buf.ctypes.data + 2 * c)
             part = words_buf.ctypes.data
-        dot_tile(x + start * 4, x_row, part, sums.ctypes.data, PANEL * 4, words, count, ahead)
+        dot_tile(x + start * 4, x_row, part, begin, begin_row, sums.ctypes.data, PANEL * 4, words, count, ahead)
+        begin, begin_row = sums.ctypes.data, PANEL * 4
 
 
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
 def product_int8(
-    x, packed, starts, scales, row_scales, out, num_rows, in_features, num_panels, together, rows_per_item, num_threads,
-    out_tag, f32
+    x, packed, starts, scales, row_scales, out, num_rows, in_features, num_groups, num_panels, together, rows_per_item,
+    num_threads, out_tag, f32
 ):  # fmt: skip
-    """out = x @ weight^T * scales, from sums of whole numbers; with `together` = 2, not 1, gated, rows scaled by `row_scales`.
+    """out = x @ weight^T, from whole numbers and scales; with `together` = 2, not 1, gated.
 
     x (rows, in_features) whole numbers: int16, or uint8 with 128 for 0 where TOGETHER is 4. packed (num_panels, in_features /
     TOGETHER, PANEL, TOGETHER) int8; out (rows, num_panels * PANEL / together) of the tag's dtype: addresses of contiguous
-    arrays. starts (num_panels * PANEL,) int32: -128 times each channel's sum of weights. scales (num_panels * PANEL,),
-    row_scales (rows,) or empty: fp32. in_features times the largest magnitude of x is below 2**24.
+    arrays. A row has a scale for each of `num_groups` groups of neighbouring inputs, row_scales (rows * num_groups,), a channel
+    one, scales (num_panels * PANEL,): fp32. starts (num_groups, num_panels * PANEL) int32: for rows of bytes, -128 times each
+    channel's sum of a group's weights. A group's inputs times the largest magnitude of x are below 2**24.
     """
-    num_groups, num_words = num_panels // together, in_features // TOGETHER
-    num_items = num_items_of(num_groups, num_rows, rows_per_item)
+    num_parts, num_words = num_panels // together, in_features // TOGETHER
+    group_words = num_words // num_groups
+    num_items = num_items_of(num_parts, num_rows, rows_per_item)
+    row_bytes = num_parts * PANEL * out_tag.itemsize
     taken = np.zeros(1, np.int64)
     for _ in prange(num_threads):
         words_buf = np.empty(2 * _DEPTH * PANEL if TOGETHER == 2 else 0, np.int16)
-        sums = np.empty((together * rows_per_item, PANEL), np.int32)
+        sums = np.empty((rows_per_item, PANEL), np.int32)
+        totals = aligned_floats(together * rows_per_item, PANEL)
         item, end = next_item(0, 0, taken, num_items, num_threads)
         while item < num_items:
-            group, first, count = item_of(item, num_groups, num_rows, rows_per_item)
+            first_panel, first, count = item_of(item, num_parts, num_rows, rows_per_item)
             for part in range(together):
-                panel, own = group + part * num_groups, sums[part * count : (part + 1) * count]
-                weight = packed + panel * num_words * TOGETHER * PANEL
+                panel, own = first_panel + part * num_parts, totals.ctypes.data + part * count * PANEL * 4
                 channels = panel * PANEL
-                whole_sums(
-                    x + first * num_words * 4, num_words * 4, weight, starts[channels : channels + PANEL], own, num_words,
-                    count, words_buf,
-                )  # fmt: skip
-                _scale_sums(own.ctypes.data, scales.ctypes.data + channels * 4, count, f32)
-            up = sums.ctypes.data + count * PANEL * 4 if together > 1 else 0
-            row_bytes = num_groups * PANEL * out_tag.itemsize
-            target = out + first * row_bytes + group * PANEL * out_tag.itemsize
-            _store_rows(sums.ctypes.data, up, row_scales, target, row_bytes, first, count, out_tag, f32)
+                for group in range(num_groups):
+                    word = group * group_words
+                    weight = packed + (panel * num_words + word) * TOGETHER * PANEL
+                    whole_sums(
+                        x + (first * num_words + word) * 4, num_words * 4, weight,
+                        starts[group, channels : channels + PANEL], sums, group_words, count, words_buf,
+                    )  # fmt: skip
+                    _add_scaled(
+                        sums.ctypes.data,
+                        own,
+                        row_scales,
+                        group,
+                        num_groups,
+                        first,
+                        scales.ctypes.data + channels * 4,
+                        count,
+                        f32,
+                    )
+            up = totals.ctypes.data + count * PANEL * 4 if together > 1 else 0
+            target = out + first * row_bytes + first_panel * PANEL * out_tag.itemsize
+            _store_rows(totals.ctypes.data, up, target, row_bytes, count, out_tag, f32)
             item, end = next_item(item, end, taken, num_items, num_threads)

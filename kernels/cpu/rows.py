@@ -1,6 +1,5 @@
 """The compiled kernels between a decoder layer's products: residual + RMSNorm, rotary embedding, gated activation.
 
-Products of int8 weights come as fp32 whose rows are still to be multiplied by a scale each, which the pass after them does.
 Each makes one pass over its rows. A row's sums run over its own elements in a fixed order, and rows are cut evenly into one
 range a thread, so a row's bits depend on nothing but the row. Arithmetic is fp32; a result is rounded once, when it is stored.
 """
@@ -11,7 +10,7 @@ import numpy as np
 from numba import njit, prange
 
 from ..disk_cache import locked
-from .quantize import make_quantize, row_scale
+from .quantize import make_quantize
 from .simd import hsum, load, splat, store, store_whole, vadd, vmul, vsilu, vsub
 
 
@@ -33,19 +32,18 @@ def _inverse_rms(row, width, eps, tag, f32):
 
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
-def add_rms_norm(residual, delta, scales, weight, out, num_rows, width, eps, num_threads, delta_tag, tag, f32):
-    """residual += delta * scale of the row (unless delta's address is 0); out = residual / rms(residual) * weight.
+def add_rms_norm(residual, delta, weight, out, num_rows, width, eps, num_threads, delta_tag, tag, f32):
+    """residual += delta (unless its address is 0); out = residual / rms(residual) * weight.
 
     residual (rows, width) fp32, delta (rows, width) of its tag's dtype, out (rows, width) of the other tag's, weight (width,)
-    fp32: addresses of contiguous rows. scales (rows,) fp32 or empty. `width` is a multiple of 16.
+    fp32: addresses of contiguous rows. `width` is a multiple of 16.
     """
     for thread in prange(num_threads):
         for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
             x, d, o = residual + r * width * 4, delta + r * width * delta_tag.itemsize, out + r * width * tag.itemsize
             if delta != 0:
-                scale = splat(row_scale(scales, r), 16)
                 for c in range(width // 16):
-                    added = vmul(load(d + c * 16 * delta_tag.itemsize, delta_tag, 16), scale)
+                    added = load(d + c * 16 * delta_tag.itemsize, delta_tag, 16)
                     store(x + c * 64, vadd(load(x + c * 64, f32, 16), added), f32)
             factor = splat(_inverse_rms(x, width, eps, f32, f32), 16)
             for c in range(width // 16):
@@ -54,19 +52,16 @@ def add_rms_norm(residual, delta, scales, weight, out, num_rows, width, eps, num
 
 
 @njit(boundscheck=False, error_model="numpy")
-def _rotate_head(source, target, row_scale, cos, sin, weight, head_dim, eps, source_tag, tag, f32):
+def _rotate_head(source, target, cos, sin, weight, head_dim, eps, source_tag, tag, f32):
     """Rotate one head's halves against each other, after its own RMSNorm where `weight` is not 0."""
     half = head_dim // 2
-    factor = row_scale
-    if weight != 0:  # of the scaled head: the scale's square stands beside the mean, so eps is what is scaled back
-        factor = _inverse_rms(source, head_dim, eps / (row_scale * row_scale), source_tag, f32)
-    scale = splat(factor, 4)
+    factor = splat(_inverse_rms(source, head_dim, eps, source_tag, f32) if weight != 0 else np.float32(1), 4)
     for c in range(0, half, 4):
-        a = vmul(load(source + c * source_tag.itemsize, source_tag, 4), scale)
-        b = vmul(load(source + (half + c) * source_tag.itemsize, source_tag, 4), scale)
+        a = load(source + c * source_tag.itemsize, source_tag, 4)
+        b = load(source + (half + c) * source_tag.itemsize, source_tag, 4)
         if weight != 0:
-            a = vmul(a, load(weight + c * 4, f32, 4))
-            b = vmul(b, load(weight + (half + c) * 4, f32, 4))
+            a = vmul(vmul(a, factor), load(weight + c * 4, f32, 4))
+            b = vmul(vmul(b, factor), load(weight + (half + c) * 4, f32, 4))
         first = vsub(vmul(a, load(cos + c * 4, f32, 4)), vmul(b, load(sin + c * 4, f32, 4)))
         second = vadd(vmul(b, load(cos + (half + c) * 4, f32, 4)), vmul(a, load(sin + (half + c) * 4, f32, 4)))
         store(target + c * tag.itemsize, first, tag)
@@ -76,52 +71,47 @@ def _rotate_head(source, target, row_scale, cos, sin, weight, head_dim, eps, sou
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
 def rotate(
-    qkv, scales, cos, sin, q_weight, k_weight, query, key, value, num_rows, num_heads, num_kv_heads, head_dim, eps, num_threads,
+    qkv, cos, sin, q_weight, k_weight, query, key, value, num_rows, num_heads, num_kv_heads, head_dim, eps, num_threads,
     qkv_tag, tag, f32,
 ):  # fmt: skip
     """Split rows of fused projections: rotated queries and keys, and values.
 
     qkv (rows, (H + 2 Hkv) * D) of its tag's dtype; query (rows, H * D), key and value (rows, Hkv * D) of the other tag's; cos,
-    sin (rows, D) fp32; q_weight, k_weight (D,) fp32 of the heads' RMSNorm, or 0 for none: addresses of contiguous rows. scales
-    (rows,) fp32 of qkv's rows, or empty. D is a multiple of 8.
+    sin (rows, D) fp32; q_weight, k_weight (D,) fp32 of the heads' RMSNorm, or 0 for none: addresses of contiguous rows. D is a
+    multiple of 8.
     """
     head, qkv_head = head_dim * tag.itemsize, head_dim * qkv_tag.itemsize
     for thread in prange(num_threads):
         for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
             source = qkv + r * (num_heads + 2 * num_kv_heads) * qkv_head
-            at_cos, at_sin, scale = cos + r * head_dim * 4, sin + r * head_dim * 4, row_scale(scales, r)
+            at_cos, at_sin = cos + r * head_dim * 4, sin + r * head_dim * 4
             for h in range(num_heads):
                 at, target = source + h * qkv_head, query + (r * num_heads + h) * head
-                _rotate_head(at, target, scale, at_cos, at_sin, q_weight, head_dim, eps, qkv_tag, tag, f32)
+                _rotate_head(at, target, at_cos, at_sin, q_weight, head_dim, eps, qkv_tag, tag, f32)
             for h in range(num_kv_heads):
                 at, target = source + (num_heads + h) * qkv_head, key + (r * num_kv_heads + h) * head
-                _rotate_head(at, target, scale, at_cos, at_sin, k_weight, head_dim, eps, qkv_tag, tag, f32)
+                _rotate_head(at, target, at_cos, at_sin, k_weight, head_dim, eps, qkv_tag, tag, f32)
                 at += num_kv_heads * qkv_head
                 target = value + (r * num_kv_heads + h) * head
                 for c in range(0, head_dim, 4):
-                    v = vmul(load(at + c * qkv_tag.itemsize, qkv_tag, 4), splat(scale, 4))
-                    store(target + c * tag.itemsize, v, tag)
+                    store(target + c * tag.itemsize, load(at + c * qkv_tag.itemsize, qkv_tag, 4), tag)
 
 
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
-def silu_mul(gate_up, scales, out, num_rows, width, num_threads, gate_up_tag, tag):
-    """out = silu(gate) * up. gate_up (rows, 2 * width), out (rows, width): addresses; `width` is a multiple of 16.
-
-    scales (rows,) fp32 of gate_up's rows, or empty.
-    """
+def silu_mul(gate_up, out, num_rows, width, num_threads, gate_up_tag, tag):
+    """out = silu(gate) * up. gate_up (rows, 2 * width), out (rows, width): addresses; `width` is a multiple of 16."""
     for thread in prange(num_threads):
         for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
             gate, o = gate_up + 2 * r * width * gate_up_tag.itemsize, out + r * width * tag.itemsize
-            scale = splat(row_scale(scales, r), 16)
             for c in range(0, width, 16):
-                g = vmul(load(gate + c * gate_up_tag.itemsize, gate_up_tag, 16), scale)
-                u = vmul(load(gate + (width + c) * gate_up_tag.itemsize, gate_up_tag, 16), scale)
+                g = load(gate + c * gate_up_tag.itemsize, gate_up_tag, 16)
+                u = load(gate + (width + c) * gate_up_tag.itemsize, gate_up_tag, 16)
                 store(o + c * tag.itemsize, vmul(vsilu(g), u), tag)
 
 
-_quantize_row_16 = make_quantize(16, store_whole)
-_quantize_row_4 = make_quantize(4, store_whole)
+_quantize_row_16 = make_quantize(16, store_whole, by_inverse=True)
+_quantize_row_4 = make_quantize(4, store_whole, by_inverse=True)
 
 
 @locked

@@ -225,19 +225,19 @@ TOGETHER = 4 if LANES == 16 and _FEATURES.get("avx512vnni") else 2
 
 
 @intrinsic
-def dot_tile(typingctx, x, x_row, weight, sums, sums_row, num_words, num_rows, ahead):
-    """sums[r, c] += sum over w and i of x[r, w, i] * weight[w, c, i], exact, for 2 * LANES channels c. x86 with AVX2.
+def dot_tile(typingctx, x, x_row, weight, starts, starts_row, sums, sums_row, num_words, num_rows, ahead):
+    """sums[r, c] = starts[r, c] + sum over w and i of x[r, w, i] * weight[w, c, i], for 2 * LANES channels c. x86 with AVX2.
 
     x: (num_words, TOGETHER) of a row each `x_row` bytes; weight: (num_words, 2 * LANES, TOGETHER): uint8 and int8 where
-    TOGETHER is 4, int16 where it is 2. sums: int32, one row each `sums_row` bytes. ahead: the address of the int8 weights that
-    are read next, asked for meanwhile.
+    TOGETHER is 4, int16 where it is 2. starts, sums: int32, one row each `starts_row` (0: the same for all) and `sums_row`
+    bytes, exact. ahead: the address of the int8 weights that are read next, asked for meanwhile.
     """
     i32 = ir.IntType(32)
     short_t, sum_t = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(i32, LANES)
     vector_bytes = 4 * LANES
 
     def codegen(context, builder, signature, args):
-        x_, x_row_, weight_, sums_, sums_row_, words_, num_rows_, ahead_ = args
+        x_, x_row_, weight_, starts_, starts_row_, sums_, sums_row_, words_, num_rows_, ahead_ = args
 
         def declared(name, *arguments):
             return cgutils.get_or_insert_function(builder.module, ir.FunctionType(sum_t, arguments), name)
@@ -251,13 +251,15 @@ def dot_tile(typingctx, x, x_row, weight, sums, sums_row, num_words, num_rows, a
 
         def emit(first, rows):
             slots = _accumulators(builder, sum_t, rows, 2)
-            places = []
-            for r in range(rows):
-                line = _offset(builder, builder.add(sums_, builder.mul(first, sums_row_)), r, sums_row_)
-                for half in range(2):
-                    address = builder.add(line, ir.Constant(I64, half * vector_bytes))
-                    places.append((builder.inttoptr(address, sum_t.as_pointer()), slots[r][half]))
-            for pointer, slot in places:
+
+            def places(base, row_bytes):
+                begin = builder.add(base, builder.mul(first, row_bytes))
+                for r in range(rows):
+                    for half in range(2):
+                        address = builder.add(_offset(builder, begin, r, row_bytes), ir.Constant(I64, half * vector_bytes))
+                        yield builder.inttoptr(address, sum_t.as_pointer()), slots[r][half]
+
+            for pointer, slot in places(starts_, starts_row_):
                 held = builder.load(pointer)
                 held.align = 4
                 builder.store(held, slot)
@@ -288,11 +290,11 @@ def dot_tile(typingctx, x, x_row, weight, sums, sums_row, num_words, num_rows, a
                 add_word(builder.add(first_word, one))
             with builder.if_then(builder.icmp_signed("==", builder.srem(words_, two), one)):
                 add_word(builder.sub(words_, one))
-            for pointer, slot in places:
+            for pointer, slot in places(sums_, sums_row_):
                 builder.store(builder.load(slot), pointer).align = 4
 
         _for_row_groups(builder, num_rows_, _GROUP_ROWS[2 * LANES // 16], emit)
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, i64, i64, i64, i64, i64, i64, i64), codegen
+    return types.void(i64, i64, i64, i64, i64, i64, i64, i64, i64, i64), codegen

@@ -9,8 +9,8 @@ from ..disk_cache import locked
 from .quantize import make_quantize
 from .simd import copy_element, is_int8, splat, store
 
-_quantize_16 = make_quantize(16, store)
-_quantize_4 = make_quantize(4, store)
+_quantize_16 = make_quantize(16, store, by_inverse=False)
+_quantize_4 = make_quantize(4, store, by_inverse=False)
 
 
 @njit(boundscheck=False, error_model="numpy")

@@ -58,6 +58,7 @@ class _Buffers:
     value: torch.Tensor
     attended: torch.Tensor  # (rows, H, D)
     activated: torch.Tensor  # (largest chunk, intermediate)
+    product: torch.Tensor  # of one product at a time: flat fp32
 
 
 class FusedDecoder:
@@ -112,7 +113,7 @@ class FusedDecoder:
         residual = work.residual[:rows].copy_(self._embedding[ids])
         cos, sin = self._rotary(places)
         for start, end in chunks:
-            fused.add_rms_norm(residual[start:end], None, None, self._layers[0].input_norm, work.normed[start:end], self._eps)
+            fused.add_rms_norm(residual[start:end], None, self._layers[0].input_norm, work.normed[start:end], self._eps)
             self._project(0, start, end, cos, sin, work)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -124,9 +125,9 @@ class FusedDecoder:
             if index == last:
                 break
             for start, end in chunks:
-                delta = self._mix(layer, residual[start:end], attended[start:end], work.normed[start:end], work.activated)
+                delta = self._mix(layer, residual[start:end], attended[start:end], work.normed[start:end], work)
                 next_norm = self._layers[index + 1].input_norm
-                fused.add_rms_norm(residual[start:end], *delta, next_norm, work.normed[start:end], self._eps)
+                fused.add_rms_norm(residual[start:end], delta, next_norm, work.normed[start:end], self._eps)
                 self._project(index + 1, start, end, cos, sin, work)
         return self._answer(residual, attended, sample_positions, buckets, work, best_among)
 
@@ -139,18 +140,18 @@ class FusedDecoder:
     def _project(self, index: int, start: int, end: int, cos: torch.Tensor, sin: torch.Tensor, work: _Buffers) -> None:
         """Compute query, key and value of the rows [start, end) from their normed states."""
         layer = self._layers[index]
-        qkv = layer.qkv.rows(work.normed[start:end])
+        qkv = layer.qkv.rows(work.normed[start:end], work.product)
         query, key, value = work.query[start:end], work.key[start:end], work.value[start:end]
-        fused.rotate(*qkv, cos[start:end], sin[start:end], layer.head_norms, query, key, value, self._eps)
+        fused.rotate(qkv, cos[start:end], sin[start:end], layer.head_norms, query, key, value, self._eps)
 
     def _mix(
-        self, layer: _Layer, residual: torch.Tensor, attended: torch.Tensor, normed: torch.Tensor, activated: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add attention's output to the residual; return the feed-forward network's, yet to be added, and its rows' scales."""
-        fused.add_rms_norm(residual, *layer.out.rows(attended.flatten(1)), layer.post_norm, normed, self._eps)
-        activated = activated[: residual.shape[0]]
-        layer.gate_up.gated(normed, activated)
-        return layer.down.rows(activated)
+        self, layer: _Layer, residual: torch.Tensor, attended: torch.Tensor, normed: torch.Tensor, work: _Buffers
+    ) -> torch.Tensor:
+        """Add attention's output to the residual; return the feed-forward network's, yet to be added."""
+        fused.add_rms_norm(residual, layer.out.rows(attended.flatten(1), work.product), layer.post_norm, normed, self._eps)
+        activated = work.activated[: residual.shape[0]]
+        layer.gate_up.gated(normed, activated, work.product)
+        return layer.down.rows(activated, work.product)
 
     def _answer(
         self,
@@ -168,8 +169,8 @@ class FusedDecoder:
             taken = sampled[start:end]
             rows = torch.cat([taken, taken.new_zeros(end - start - taken.shape[0])])  # filled up with any row
             states = residual[rows]
-            delta = self._mix(layer, states, attended[rows], work.normed[: end - start], work.activated)
-            fused.add_rms_norm(states, *delta, self._norm, work.normed[: end - start], self._eps)
+            delta = self._mix(layer, states, attended[rows], work.normed[: end - start], work)
+            fused.add_rms_norm(states, delta, self._norm, work.normed[: end - start], self._eps)
             states = work.normed[: end - start]
             if best_among is None or self._greedy_head is None:
                 parts.append(self._head(states)[: taken.shape[0]])
@@ -196,6 +197,7 @@ class FusedDecoder:
                 value=empty(rows, kv_heads, head_dim),
                 attended=empty(rows, heads, head_dim),
                 activated=empty(_LARGEST_CHUNK, self._intermediate),
+                product=torch.empty(_LARGEST_CHUNK * max(hidden, (heads + 2 * kv_heads) * head_dim)),
             )
         return self._buffers
 

@@ -238,7 +238,7 @@ def _weights_bytes(found: _Found, dtype_bytes: int, quantization: str) -> tuple[
 
     def num_bytes(sizes: tuple[int, int]) -> int:
         out_features, in_features = sizes
-        if quantization == "int8" and is_quantized(in_features, found.intermediate_size):
+        if quantization == "int8" and is_quantized(in_features):
             return out_features * in_features + 4 * out_features
         return out_features * in_features * dtype_bytes
 

@@ -1,7 +1,9 @@
 """Products of 8-bit integers on CPU (`--quantization int8`): a scale a weight channel, a scale a row, exact sums.
 
 A weight is quantized once, a row when it comes (`kernels.cpu.fused.quantize`), each by its own largest magnitude, so a row's
-result depends on no other row: the sums are whole numbers, exact in any order. The product is our own (`kernels/cpu/gemm.py`),
+result depends on no other row: the sums are whole numbers, exact in any order. A feed-forward network's inner states have a
+scale for every few hundred elements, whose sums are added up in fp32: a gated activation has a few large elements, beside which
+8 bits leave little of their neighbours. The product is our own (`kernels/cpu/gemm.py`),
 which adds in 32 bits, or oneDNN's where a processor has AMX, and elsewhere than on x86. Without VNNI oneDNN's adds pairs of
 products in 16 bits, which hold them only if weights have 7 bits: how many levels are exact is measured, not looked up.
 """
@@ -16,10 +18,11 @@ from torch import nn
 
 from ..kernels.cpu import fused
 from .linear import ROW_BUCKETS
-from .panels import panels_pay
+from .panels import NO_SPACE, panels_pay, taken_from
 
 # oneDNN makes a kernel for every number of rows it meets: they are kept few.
 _ROWS_STEP = 16
+_GROUP = 256
 
 
 def _library_product(rows: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor) -> torch.Tensor:
@@ -58,11 +61,18 @@ def quantize_channels(weight: torch.Tensor, levels: int) -> tuple[torch.Tensor, 
     return torch.round(weight / scales.clamp_min(1e-30)[:, None]).to(torch.int8), scales
 
 
-class Int8Linear(nn.Module):
-    """A drop-in for `nn.Linear` at inference with an int8 weight; `in_features` is a multiple of 4."""
+def inner_groups(in_features: int) -> int:
+    """Return in how many groups the inner states of a feed-forward network are scaled: equal ones of up to 256 elements."""
+    sizes = [size for size in range(32, _GROUP + 1, 4) if in_features % size == 0]
+    return in_features // max(sizes) if sizes else 1
 
-    def __init__(self, linear: nn.Linear):
+
+class Int8Linear(nn.Module):
+    """A drop-in for `nn.Linear` at inference with an int8 weight; a row has a scale for each group of 4 n inputs."""
+
+    def __init__(self, linear: nn.Linear, num_groups: int = 1):
         super().__init__()
+        self._num_groups = num_groups
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self._ours = panels_pay(torch.int8)
@@ -70,53 +80,54 @@ class Int8Linear(nn.Module):
         # Not buffers: an opaque oneDNN layout has no strides that nn.Module could handle.
         self._operands: Any
         if self._ours:
-            self._operands = fused.pack_int8(quantized, scales)
+            self._operands = fused.pack_int8(quantized, scales, num_groups)
         else:
-            packed = torch.ops.onednn.qlinear_prepack(quantized, [max(ROW_BUCKETS), self.in_features])
+            parts = [part.contiguous() for part in quantized.chunk(num_groups, dim=1)]
+            packed = [torch.ops.onednn.qlinear_prepack(part, [max(ROW_BUCKETS), part.shape[1]]) for part in parts]
             self._operands = (packed, scales, torch.zeros(self.out_features, dtype=torch.int64))
 
     def buckets(self) -> tuple[int, ...]:
         """Return the numbers of rows to call with: all agree, oneDNN's are few; none where any number is as good."""
         return () if self._ours else ROW_BUCKETS
 
-    def rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the product (T, out_features) fp32 of x (T, in_features), and scales (T,) its rows are to be multiplied by."""
+    def rows(self, x: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
+        """Return the product (T, out_features) fp32 of x (T, in_features), in `space` where it has room; see `taken_from`."""
         if self._ours:
-            quantized, scales = fused.quantize_for_panels(x)
-            product = torch.empty(x.shape[0], self._operands.scales.shape[0])
-            fused.product_int8(quantized, self._operands, product)
+            product = taken_from(space, x.shape[0], self._operands.scales.shape[0], torch.float32)
+            fused.product_int8(x, self._operands, product)
             if product.shape[1] > self.out_features:
                 product = product[:, : self.out_features].contiguous()
         else:
-            quantized, scales = fused.quantize(x)
-            product = _library_product(quantized, *self._operands)
-        if self.bias is None:
-            return product, scales
-        return torch.addcmul(self.bias.float(), product, scales[:, None]), None
+            product = self._by_library(x)
+        return product if self.bias is None else product.add_(self.bias)
 
-    def gated(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _by_library(self, x: torch.Tensor) -> torch.Tensor:
+        packed, scales, zero_points = self._operands
+        levels, row_scales = fused.quantize(x, num_groups=self._num_groups)
+        total: torch.Tensor | None = None
+        for group, part in enumerate(levels.chunk(self._num_groups, dim=1)):
+            product = _library_product(part.contiguous(), packed[group], scales, zero_points)
+            product.mul_(row_scales[:, group : group + 1])
+            total = product if total is None else total.add_(product)
+        assert total is not None
+        return total
+
+    def gated(self, x: torch.Tensor, out: torch.Tensor, space: torch.Tensor) -> None:
         """out (T, out_features / 2) = silu(the first half of the product) * the second."""
         if not self._ours or self.bias is not None or self.out_features % (2 * fused.panel_width()):
-            fused.silu_mul(*self.rows(x), out)
+            fused.silu_mul(self.rows(x, space), out)
         else:
-            quantized, scales = fused.quantize_for_panels(x)
-            fused.product_int8(quantized, self._operands, out, row_scales=scales)
+            fused.product_int8(x, self._operands, out, gated=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
         count = rows.shape[0]
         if not self._ours:
             rows = nn.functional.pad(rows, (0, 0, 0, -count % _ROWS_STEP))
-        product, scales = self.rows(rows)
-        if scales is not None:
-            product.mul_(scales[:, None])
-        return product[:count].to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        product = self.rows(rows, NO_SPACE)[:count]
+        return product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
 
-def is_quantized(in_features: int, intermediate_size: int) -> bool:
-    """Return whether a linear map of so many inputs takes 8-bit numbers: not one from a feed-forward network's inner state.
-
-    A gated activation has a few large elements, beside which 8 bits leave nothing of the others: on SmolLM2-135M these maps
-    alone raise perplexity from 33.1 to 36.0.
-    """
-    return in_features % 4 == 0 and in_features != intermediate_size
+def is_quantized(in_features: int) -> bool:
+    """Return whether a linear map of so many inputs takes 8-bit numbers."""
+    return in_features % 4 == 0

@@ -223,13 +223,13 @@ class RowInvariantLinear(nn.Module):
         """Return the row buckets that agree at the current number of threads; maybe none."""
         return self._invariant.buckets(self._kind, self._shape, self._dtype, has_bias=self.bias is not None)
 
-    def rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the product (T, out_features) of x (T, in_features); None: its rows are not to be scaled (see `int8.py`)."""
-        return self(x), None
+    def rows(self, x: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
+        """Return the product (T, out_features) of x (T, in_features). The library brings its memory: `space` is not used."""
+        return self(x)
 
-    def gated(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def gated(self, x: torch.Tensor, out: torch.Tensor, space: torch.Tensor) -> None:
         """out (T, out_features / 2) = silu(the first half of the product) * the second."""
-        fused.silu_mul(self(x), None, out)
+        fused.silu_mul(self(x), out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._invariant(self._kind, x, self._operand[0], self._shape, self.bias)

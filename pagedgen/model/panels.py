@@ -23,6 +23,16 @@ def panels_pay(dtype: torch.dtype) -> bool:
     return {"avx2", "fma"} <= flags and not flags & _LIBRARIES_HAVE.get(dtype, set())
 
 
+NO_SPACE = torch.empty(0)
+
+
+def taken_from(space: torch.Tensor, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return (num_rows, width) of a flat fp32 work space, or new memory where it has no room: that costs page faults."""
+    count = num_rows * width
+    room = space.view(dtype)
+    return (room[:count] if count <= room.shape[0] else torch.empty(count, dtype=dtype)).view(num_rows, width)
+
+
 class PanelLinear(nn.Module):
     """A drop-in for `nn.Linear` at inference; weights and inputs in fp32, bf16 or fp16."""
 
@@ -46,21 +56,21 @@ class PanelLinear(nn.Module):
         """Return the numbers of rows to call with; none are better than others."""
         return ()
 
-    def rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the product (T, out_features) of x (T, in_features); None: its rows are not to be scaled (see `int8.py`)."""
-        out = torch.empty(x.shape[0], self._width, dtype=x.dtype)
+    def rows(self, x: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
+        """Return the product (T, out_features) of x (T, in_features), in `space` where it has room; see `taken_from`."""
+        out = taken_from(space, x.shape[0], self._width, x.dtype)
         fused.product(x.float().contiguous(), *self._operands, out)
-        return (out if self._width == self.out_features else out[:, : self.out_features].contiguous()), None
+        return out if self._width == self.out_features else out[:, : self.out_features].contiguous()
 
-    def gated(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def gated(self, x: torch.Tensor, out: torch.Tensor, space: torch.Tensor) -> None:
         """out (T, out_features / 2) = silu(the first half of the product) * the second."""
         if self.out_features % (2 * fused.panel_width()):
-            fused.silu_mul(*self.rows(x), out)
+            fused.silu_mul(self.rows(x, space), out)
         else:
             fused.product(x.float().contiguous(), *self._operands, out, gated=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product, _ = self.rows(x.reshape(-1, self.in_features))
+        product = self.rows(x.reshape(-1, self.in_features), NO_SPACE)
         return product.reshape(*x.shape[:-1], self.out_features)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .int8 import Int8Linear, is_quantized
+from .int8 import Int8Linear, inner_groups, is_quantized
 from .linear import InvariantMode, MeasuredBuckets, RowInvariantLinear, RowInvariantProduct
 from .panels import PanelLinear, panels_pay
 from .spec import ModelSpec
@@ -18,8 +18,9 @@ Product = RowInvariantLinear | PanelLinear | Int8Linear
 
 def make_product(linear: nn.Linear, spec: ModelSpec, invariant: RowInvariantProduct) -> Product:
     """Return a linear map as it runs on this machine; `invariant` keeps what the model's library products share."""
-    if spec.quantization == "int8" and is_quantized(linear.in_features, spec.intermediate_size):
-        return Int8Linear(linear)
+    if spec.quantization == "int8" and is_quantized(linear.in_features):
+        is_inner = linear.in_features == spec.intermediate_size
+        return Int8Linear(linear, inner_groups(linear.in_features) if is_inner else 1)
     dtype = getattr(torch, spec.dtype)
     if panels_pay(dtype):
         return PanelLinear(linear)

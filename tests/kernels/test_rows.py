@@ -32,7 +32,7 @@ def test_add_rms_norm(dtype, width, with_delta):
     delta = torch.randn(7, width).to(dtype) if with_delta else None
     want = residual + delta.float() if with_delta else residual.clone()
     out = torch.empty(7, width, dtype=dtype)
-    fused.add_rms_norm(residual, delta, None, weight, out, EPS)
+    fused.add_rms_norm(residual, delta, weight, out, EPS)
     assert torch.equal(residual, want)
     assert_close(out, rms_norm(want, weight))
 
@@ -46,7 +46,7 @@ def test_rotate(dtype, heads, kv_heads, head_dim, with_norms):
     cos, sin = (torch.cat([f(angles)] * 2, dim=-1) for f in (torch.cos, torch.sin))
     norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if with_norms else None
     query, key, value = (torch.empty(rows, n // head_dim, head_dim, dtype=dtype) for n in sizes)
-    fused.rotate(qkv, None, cos, sin, norms, query, key, value, EPS)
+    fused.rotate(qkv, cos, sin, norms, query, key, value, EPS)
 
     def expected(part, weight):
         x = part.float().view(rows, -1, head_dim)
@@ -66,7 +66,7 @@ def test_silu_mul(dtype, width):
     gate_up = (torch.randn(6, 2 * width) * 4).to(dtype)
     gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # beyond what exp can hold
     out = torch.empty(6, width, dtype=dtype)
-    fused.silu_mul(gate_up, None, out)
+    fused.silu_mul(gate_up, out)
     gate, up = gate_up.float().chunk(2, dim=-1)
     torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, atol=1e-5, rtol=2 * TOLERANCE[dtype] + 1e-6)
 
@@ -75,12 +75,12 @@ def test_not_a_number_stays_one():
     residual, delta = torch.ones(2, 16), torch.zeros(2, 16)
     delta[1, 5] = float("nan")
     out = torch.empty(2, 16)
-    fused.add_rms_norm(residual, delta, None, torch.ones(16), out, EPS)
+    fused.add_rms_norm(residual, delta, torch.ones(16), out, EPS)
     assert torch.isfinite(out[0]).all() and out[1].isnan().all()
     gate_up = torch.ones(1, 32)
     gate_up[0, 3] = float("nan")
     activated = torch.empty(1, 16)
-    fused.silu_mul(gate_up, None, activated)
+    fused.silu_mul(gate_up, activated)
     assert activated[0, 3].isnan() and activated.isnan().sum() == 1
 
 
@@ -90,8 +90,8 @@ def test_a_rows_bits_depend_on_nothing_but_the_row():
 
     def run(rows):
         x, out, activated = residual[rows].clone(), torch.empty(len(rows), 64), torch.empty(len(rows), 64)
-        fused.add_rms_norm(x, delta[rows].contiguous(), None, weight, out, EPS)
-        fused.silu_mul(gate_up[rows].contiguous(), None, activated)
+        fused.add_rms_norm(x, delta[rows].contiguous(), weight, out, EPS)
+        fused.silu_mul(gate_up[rows].contiguous(), activated)
         return torch.cat([x, out, activated], dim=1)
 
     whole = run(list(range(37)))
@@ -105,47 +105,21 @@ def test_a_rows_bits_depend_on_nothing_but_the_row():
         numba.set_num_threads(before)
 
 
-@pytest.mark.parametrize("width", [4, 12, 64, 576])
-def test_quantize(dtype, width):
+@pytest.mark.parametrize(("width", "num_groups"), [(4, 1), (12, 1), (12, 3), (64, 1), (576, 1), (576, 3), (1536, 6)])
+def test_quantize(dtype, width, num_groups):
     x = (torch.randn(9, width) * torch.logspace(-20, 15, 9)[:, None]).to(dtype)
     x = torch.where(x.isinf(), 1000.0, x)  # fp16
     x[4] = 0
-    got, scales = fused.quantize(x)
-    wide = x.float()
-    torch.testing.assert_close(scales, wide.abs().amax(dim=1) / 127)
-    restored = (got.float() - 128) * scales[:, None]
-    assert ((restored - wide).abs() <= 0.5001 * scales[:, None] + 1e-30).all()
+    got, scales = fused.quantize(x, num_groups=num_groups)
+    parts = x.float().view(9, num_groups, -1)
+    torch.testing.assert_close(scales, parts.abs().amax(dim=2) / 127)
+    restored = (got.float().view(parts.shape) - 128) * scales[:, :, None]
+    assert ((restored - parts).abs() <= 0.5001 * scales[:, :, None] + 1e-30).all()
     assert got.min() >= 1
-    signed, same = fused.quantize(x, torch.int16)
+    signed, same = fused.quantize(x, torch.int16, num_groups)
     assert torch.equal(signed, got.short() - 128) and torch.equal(same, scales)
     for value in (float("nan"), float("inf"), float("-inf")):
         broken = torch.zeros(2, width, dtype=dtype)
         broken[1, width - 1] = value
-        scales = fused.quantize(broken)[1]
-        assert scales[0] == 0 and scales[1].isnan()
-
-
-def test_rows_that_are_still_to_be_scaled(dtype):
-    """A product in fp32 with a scale a row gives what the scaled product gives."""
-    rows, scales = 6, torch.rand(6) + 0.1
-    delta, weight = torch.randn(rows, 64), torch.rand(64)
-    scaled = delta * scales[:, None]
-    residual = torch.randn(rows, 64)
-    want, out = residual + scaled, torch.empty(rows, 64, dtype=dtype)
-    fused.add_rms_norm(residual, delta, scales, weight, out, EPS)
-    torch.testing.assert_close(residual, want)
-    assert_close(out, rms_norm(want, weight))
-
-    out, expected = torch.empty(rows, 32, dtype=dtype), torch.empty(rows, 32)
-    fused.silu_mul(delta, scales, out)
-    fused.silu_mul(scaled, None, expected)
-    assert_close(out, expected)
-
-    cos, sin, norms = torch.rand(rows, 16), torch.rand(rows, 16), (torch.rand(16), torch.rand(16))
-    for weights in (None, norms):
-        parts = [torch.empty(rows, n, 16, dtype=dtype) for n in (2, 1, 1)]
-        expected = [torch.empty(rows, n, 16) for n in (2, 1, 1)]
-        fused.rotate(delta, scales, cos, sin, weights, *parts, EPS)
-        fused.rotate(scaled, None, cos, sin, weights, *expected, EPS)
-        for part, wanted in zip(parts, expected, strict=True):
-            torch.testing.assert_close(part.float(), wanted, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
+        scales = fused.quantize(broken, num_groups=num_groups)[1]
+        assert (scales[0] == 0).all() and (scales[1, :-1] == 0).all() and scales[1, -1].isnan()

@@ -14,11 +14,11 @@ from pagedgen.machine import cpu_flags
 from pagedgen.model import int8
 from pagedgen.model import products as products_module
 from pagedgen.model.decoder import FusedDecoder
-from pagedgen.model.int8 import Int8Linear, library_levels, weight_levels
+from pagedgen.model.int8 import Int8Linear, inner_groups, library_levels, weight_levels
 from pagedgen.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library_levels() == 0, reason="torch has no 8-bit products here")
-SHAPES = [(960, 576), (64, 1536), (33, 60), (263, 64)]
+SHAPES = [(960, 576, 1), (64, 1536, 1), (64, 1536, 6), (33, 60, 1), (263, 64, 2), (40, 96, 3)]
 
 
 @pytest.fixture(params=["oneDNN's product", "our product"], autouse=True)
@@ -31,29 +31,30 @@ def products(request, monkeypatch):
         monkeypatch.setattr(module, "panels_pay", lambda dtype: ours)
 
 
-def slow_twin(linear, x):
-    """Quantize both sides by their definition, multiply whole numbers in fp64, scale back."""
+def slow_twin(linear, x, num_groups=1):
+    """Quantize both sides by their definition, multiply whole numbers in fp64, scale back, group by group."""
     weight = linear.weight.double()
     w_scale = (linear.weight.float().abs().amax(dim=1) / weight_levels()).double()
     w = torch.round(linear.weight.float() / w_scale.float()[:, None]).double()
-    x_scale = x.float().abs().amax(dim=1) / 127
-    quantized = torch.round(x.float() / x_scale[:, None]).double()
-    out = quantized @ w.t() * w_scale * x_scale.double()[:, None]
-    assert weight.shape == w.shape
+    out = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float64)
+    for part, w_part in zip(x.float().chunk(num_groups, dim=1), w.chunk(num_groups, dim=1), strict=True):
+        x_scale = part.abs().amax(dim=1) / 127
+        quantized = torch.round(part / x_scale[:, None]).double()
+        out += quantized @ w_part.t() * w_scale * x_scale.double()[:, None]
     return out if linear.bias is None else out + linear.bias.double()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.parametrize(("out_features", "in_features", "num_groups"), SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_equals_the_definition_and_is_near_the_float_product(dtype, out_features, in_features, bias):
+def test_equals_the_definition_and_is_near_the_float_product(dtype, out_features, in_features, num_groups, bias):
     torch.manual_seed(1)
     linear = nn.Linear(in_features, out_features, bias=bias).to(dtype).requires_grad_(False)
     x = torch.randn(50, in_features).to(dtype)
-    got = Int8Linear(linear)(x)
+    got = Int8Linear(linear, num_groups)(x)
     assert got.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(got.double(), slow_twin(linear, x), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(got.double(), slow_twin(linear, x, num_groups), atol=tolerance, rtol=tolerance)
     wanted = linear.float()(x.float())
     assert (got.float() - wanted).norm() < 0.025 * wanted.norm()
 
@@ -78,9 +79,27 @@ def test_zero_weights_and_rows_give_zero_and_not_a_number_stays_one():
     assert got[2].isnan().all() and torch.isfinite(got[:2]).all()
 
 
-def test_rows_are_independent_of_their_number_and_of_threads():
+def test_a_group_is_not_hurt_by_another_ones_outlier():
+    torch.manual_seed(3)
+    linear = nn.Linear(512, 64, bias=False).requires_grad_(False)
+    x = torch.randn(20, 512)
+    x[:, 300] = 1000.0
+    want = linear(x)
+    errors = [(Int8Linear(linear, groups)(x) - want).norm() for groups in (1, 2, 8)]
+    assert errors[0] > 1.3 * errors[1] > 1.3 * 1.5 * errors[2]
+
+
+@pytest.mark.parametrize(
+    ("in_features", "groups"), [(1536, 6), (96, 1), (8960, 35), (11008, 43), (4864, 19), (4 * 1009, 1), (60, 1)]
+)
+def test_groups_are_equal_and_of_up_to_256(in_features, groups):
+    assert inner_groups(in_features) == groups
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_rows_are_independent_of_their_number_and_of_threads(num_groups):
     torch.manual_seed(2)
-    linear = Int8Linear(nn.Linear(576, 960, bias=False).requires_grad_(False))
+    linear = Int8Linear(nn.Linear(576, 960, bias=False).requires_grad_(False), num_groups)
     x = torch.randn(600, 576)
     whole = linear(x)
     before = torch.get_num_threads()
@@ -125,25 +144,26 @@ def test_plan_counts_the_bytes_that_are_held(tiny_model, tied):
     model = str(tiny_model("llama", tie_word_embeddings=tied))
     plain = open_model(EngineConfig(model=model, dtype="float32")).spec
     quantized = open_model(EngineConfig(model=model, dtype="float32", quantization="int8")).spec
-    linears = 3 * (64 * 64 * 2 + 32 * 64 * 2 + 96 * 64 * 2)  # the maps back from the feed-forward network stay
-    channels = 3 * (64 * 2 + 32 * 2 + 96 * 2)
+    linears = 3 * (64 * 64 * 2 + 32 * 64 * 2 + 96 * 64 * 3)
+    channels = 3 * (64 * 2 + 32 * 2 + 96 * 2 + 64)
     head, head_channels = 263 * 64, 263
     saved = 3 * linears - 4 * channels + (0 if tied else 3 * head - 4 * head_channels)
     assert plain.weights_bytes - quantized.weights_bytes == saved
     assert quantized.tied_head_bytes == (head + 4 * head_channels if tied else 0)
 
 
-def test_maps_back_from_the_feed_forward_network_keep_their_numbers(tiny_model, engine_run):
-    for family, kept in (("llama", 3), ("gemma2", 3)):
-        forward = engine_run(tiny_model(family), quantization="int8").engine.runner._model
+def test_maps_back_from_the_feed_forward_network_have_groups(tiny_model, engine_run):
+    for family in ("llama", "gemma2"):
+        model = tiny_model(family, intermediate_size=512)
+        forward = engine_run(model, quantization="int8").engine.runner._model
         products = (
             [getattr(layer, name) for layer in forward._layers for name in ("qkv", "out", "gate_up", "down")]
             if isinstance(forward, FusedDecoder)
             else [m for m in forward._model.modules() if hasattr(m, "buckets")]
         )
-        wide = [p for p in products if p.in_features == 96]
-        assert len(wide) == kept and not any(isinstance(p, Int8Linear) for p in wide)
-        assert all(isinstance(p, Int8Linear) for p in products if p.in_features != 96)
+        assert all(isinstance(p, Int8Linear) for p in products)
+        assert sorted(p._num_groups for p in products if p.in_features == 512) == [2] * 3
+        assert all(p._num_groups == 1 for p in products if p.in_features != 512)
 
 
 def test_other_devices_and_names_are_refused(tiny_model):

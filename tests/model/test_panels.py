@@ -9,7 +9,7 @@ from pagedgen.kernels.cpu import fused
 from torch import nn
 
 from pagedgen.model import panels
-from pagedgen.model.panels import PanelLinear
+from pagedgen.model.panels import NO_SPACE, PanelLinear
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -84,12 +84,12 @@ def test_gated_is_the_product_and_the_activation_after_it(dtype, half, bias):
     panel = PanelLinear(linear)
     x = torch.randn(700, 96).to(dtype)
     out = torch.empty(700, half, dtype=dtype)
-    panel.gated(x, out)
+    panel.gated(x, out, NO_SPACE)
     gate, up = (x.double() @ linear.weight.double().t() + (linear.bias.double() if bias else 0)).split(half, dim=1)
     torch.testing.assert_close(out.double(), nn.functional.silu(gate) * up, atol=TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
     for rows in (1, 5, 13, 64):  # a row's bits are its own
         part = torch.empty(rows, half, dtype=dtype)
-        panel.gated(x[100 : 100 + rows], part)
+        panel.gated(x[100 : 100 + rows], part, NO_SPACE)
         assert torch.equal(part, out[100 : 100 + rows])
 
 
