@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import EngineConfig, JobConfig
 from ..errors import InputError, OutputError, RowError, UsageError
-from ..machine import cache_root, cpu_name
+from ..machine import cache_root, cpu_name, without_collector
 from ..request import Request
 from ..stats import RunStats
 from .report import PlanReport, Progress
@@ -222,14 +222,15 @@ def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
     Raises:
         OutputError: it can't be stored.
     """
-    from ..engine.engine import Engine
-    from ..engine.opened import open_model
-    from ..engine.profile import save_profile
-    from ..engine.tuning import fit_profile, measure_block_sizes, measure_steps
-
-    stats = RunStats()
+    stats = RunStats()  # the clock starts before the imports, as a run's does
     progress.phase("opening the model")
-    opened = open_model(config)
+    with without_collector():
+        from ..engine.engine import Engine
+        from ..engine.opened import open_model
+        from ..engine.profile import save_profile
+        from ..engine.tuning import fit_profile, measure_block_sizes, measure_steps
+
+        opened = open_model(config)
     progress.phase(f"loading {config.model} ({opened.spec.dtype}, {opened.config.device})")
     engine = Engine(opened, stats)
     start_s = perf_counter() - stats.started

@@ -336,3 +336,13 @@ def test_default_max_tokens_is_said(tiny_model, prompts):
 def test_version_and_no_arguments():
     assert pagedgen("--version").stdout.strip() == "0.1.0"
     assert "run" in pagedgen().stdout + pagedgen().stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"), [(["--version"], 0, "."), (["run", "--nonsense"], 2, ""), (["run", "--help"], 0, "--threads")]
+)
+def test_the_installed_command_ends_at_once_with_its_whole_output(args, code, said):
+    """It leaves by `os._exit`: what was printed and the exit code must be there all the same."""
+    done = subprocess.run([*COMMAND, *args], env=ENV, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert said in done.stdout and (code == 0 or "No such option" in done.stderr)

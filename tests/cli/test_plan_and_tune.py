@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from command import pagedgen
@@ -197,3 +199,18 @@ def test_sampling_that_a_trace_cant_be_run_with_is_told(tiny_model, tmp_path, ca
     result = pagedgen("plan", tiny_model("llama"), "--trace", path, "--n", 200, "--max-num-seqs", 100)
     assert result.returncode == 2
     assert "n 200 is more than --max-num-seqs 100" in result.stderr.replace("\n", " ")
+
+
+def test_the_start_that_tune_measures_has_the_imports_in_it(tiny_model):
+    """A run's clock starts before torch is imported; a plan adds what `tune` measured to what the steps take."""
+    code = (
+        "import sys, pagedgen.job, pagedgen.jobs.planning as planning\n"
+        "from pagedgen.config import EngineConfig\n"
+        "class Clock(Exception): pass\n"
+        "def started(): raise Clock(str('torch' in sys.modules))\n"
+        "planning.RunStats = started\n"
+        "try: pagedgen.job.tune(EngineConfig(sys.argv[1]), None)\n"
+        "except Clock as clock: print(clock)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tiny_model())], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["False"], done.stderr
