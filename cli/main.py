@@ -88,7 +88,7 @@ def command() -> None:
 
 
 def _leave(status: list[int]) -> None:
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # Python has none where the descriptor was closed before
         try:
             stream.flush()
         except (OSError, ValueError):  # nobody reads it any more

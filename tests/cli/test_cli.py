@@ -346,3 +346,8 @@ def test_the_installed_command_ends_at_once_with_its_whole_output(args, code, sa
     done = subprocess.run([*COMMAND, *args], env=ENV, capture_output=True, text=True, timeout=60)
     assert done.returncode == code
     assert said in done.stdout and (code == 0 or "No such option" in done.stderr)
+
+
+def test_the_installed_command_needs_no_open_streams():
+    done = subprocess.run(["sh", "-c", '"$@" >&- 2>&-', "sh", *COMMAND, "--nonsense"], env=ENV, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (2, b"", b"")
