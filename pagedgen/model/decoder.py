@@ -21,7 +21,7 @@ from .checkpoint import Weights
 from .greedy_head import make_greedy_head
 from .linear import RowInvariantProduct, common_buckets, split_rows
 from .llama_shape import LlamaShape, Rotary
-from .products import Product, make_product
+from .products import Product, as_linear, make_product
 from .spec import ModelSpec
 
 # Rows that run through a layer together where any number may: their states stay in the caches from product to product.
@@ -74,7 +74,7 @@ class FusedDecoder:
             return weight if spec.dtype == "float32" else weight.to(self._dtype)
 
         def linear(name: str) -> nn.Linear:
-            return _as_linear(take(f"{name}.weight"), take(f"{name}.bias") if f"{name}.bias" in weights else None)
+            return as_linear(take(f"{name}.weight"), take(f"{name}.bias") if f"{name}.bias" in weights else None)
 
         def product(*names: str) -> Product:
             linears = [linear(name) for name in names]
@@ -88,7 +88,7 @@ class FusedDecoder:
         self._layers = [_take_layer(index, shape, take, product) for index in range(shape.num_layers)]
         self._norm = take("model.norm.weight").float()
         self._embedding = take("model.embed_tokens.weight")
-        head = linear("lm_head") if "lm_head.weight" in weights else _as_linear(self._embedding, None)
+        head = linear("lm_head") if "lm_head.weight" in weights else as_linear(self._embedding, None)
         self._head = make_product(head, spec, invariant)
         self._greedy_head = make_greedy_head(head, self._head, self._dtype)
         self._products = (self._layers[0].qkv, self._layers[0].out, self._layers[0].gate_up, self._layers[0].down)
@@ -234,16 +234,8 @@ def _take_layer(index: int, shape: LlamaShape, take: Callable[[str], torch.Tenso
     )
 
 
-def _as_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear
-
-
 def _joined(*linears: nn.Linear) -> nn.Linear:
     """Return one linear map whose output is that of several, side by side; all have a bias or none has."""
     biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     weights: list[torch.Tensor] = [linear.weight for linear in linears]
-    return _as_linear(torch.cat(weights), torch.cat(biases) if biases else None)
+    return as_linear(torch.cat(weights), torch.cat(biases) if biases else None)

@@ -22,7 +22,7 @@ from .panels import NO_SPACE, panels_pay, taken_from
 
 # oneDNN makes a kernel for every number of rows it meets: they are kept few.
 _ROWS_STEP = 16
-_GROUP = 256
+_GROUP = 256  # inner states that share a scale: on GSM8K 128 gave the same perplexity, and take more passes over the sums
 
 
 def _library_product(rows: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 # Makes of positions (T,) their cosines and sines, each (T, head_dim) fp32.
 Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def llama_shape(config: Any) -> LlamaShape | None:
     """Return the shape of a transformers config; None where its layers aren't known to be of it, or it brings its own code."""
     kind = getattr(config, "model_type", None)
     # Not a class that only has the name: remote code's, or a subclass.
-    known = kind in FAMILIES and type(config).__module__ == f"transformers.models.{kind}.configuration_{kind}"
+    known = kind in _FAMILIES and type(config).__module__ == f"transformers.models.{kind}.configuration_{kind}"
     if not known or "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return None
     if config.hidden_act not in ("silu", "swish") or not _rotates_all(config):

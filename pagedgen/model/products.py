@@ -27,15 +27,20 @@ def make_product(linear: nn.Linear, spec: ModelSpec, invariant: RowInvariantProd
     return RowInvariantLinear(_in_dtype(linear, dtype), invariant)
 
 
+def as_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """Return the linear map of a weight (out_features, in_features), which it shares."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
 def _in_dtype(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
     """Return a linear map with its weights in a dtype; itself if they are."""
     if linear.weight.dtype == dtype:
         return linear
-    other = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-    other.weight = nn.Parameter(linear.weight.to(dtype), requires_grad=False)
-    if linear.bias is not None:
-        other.bias = nn.Parameter(linear.bias.to(dtype), requires_grad=False)
-    return other
+    return as_linear(linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype))
 
 
 def make_row_invariant(model: nn.Module, spec: ModelSpec) -> MeasuredBuckets:

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checkpoints import change_tensors
 from recorder import recorded
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pagedgen.model import inspection, loader
 from pagedgen.model.checkpoint import open_checkpoint
@@ -104,12 +105,6 @@ def test_angles_are_those_of_the_modules(tiny_model, rope):
     want = LlamaRotaryEmbedding(config)(torch.empty(1, 6, 64), positions[None])
     for got, expected in zip(rotary_embedding(config)(positions), want, strict=True):
         assert torch.equal(got, expected[0])
-
-
-def change_tensors(path, change):
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_a_checkpoint_with_more_in_it_is_read_by_transformers(tiny_model, tmp_path, engine_run, make_prompts):

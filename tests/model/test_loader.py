@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from checkpoints import change_tensors
+from safetensors.torch import load_file
 
 from pagedgen.config import EngineConfig
 from pagedgen.engine.opened import open_model
@@ -29,12 +30,6 @@ def copied(path, target, config=None, remove=()):
     for name in remove:
         (target / name).unlink()
     return target
-
-
-def change_tensors(path, change):
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
