@@ -20,7 +20,7 @@ from .fused import TAGS
 KEY_TRANSPOSED = True
 
 # (query, head) rows handled together: enough to use a K/V tile well, few enough that scores and sums stay in the L1 cache.
-_ROWS_PER_ITEM = 32
+_ROWS_PER_ITEM = 42
 # Where rows share blocks, items are the larger the more blocks are read once; so many are left that threads end together.
 _ITEMS_PER_THREAD = 2
 

@@ -38,56 +38,77 @@ from .tiles import NUM_SUMS, aligned_floats, pv_tile, qk_tile
 _F32 = np.empty(0, np.float32)
 
 
-def _make_softmax_row(width):
-    """Build the softmax update of one row for tiles of `width`-lane vectors (width is a compile-time constant)."""
+def _make_softmax(width):
+    """Build the softmax update of a tile's lines by `width`-lane vectors (a compile-time constant)."""
 
-    def softmax_row(scores, num_vectors, low, high, softcap, m_old, l_row, k_scales, v_scales, kv_tag, f32):
-        """Turn a tile's scores into weights in place; return (new maximum, correction). Lanes outside [low, high) weigh 0.
+    def softmax(
+        scores, num_vectors, num_lines, group, base, first_position, window, softcap, k_scales, v_scales, m, sums, tops,
+        correction, kv_tag, f32,
+    ):  # fmt: skip
+        """Turn the scores of a tile's lines into weights in place, and say how what was summed before them shrinks.
+
+        scores: the address of `num_vectors` vectors a line, of the tokens from position `base` on; tokens that a line's query,
+        `group` lines a position from `first_position` on, doesn't see weigh 0. m, sums: addresses of a line's largest score so
+        far, fp32, and its sum of weights, 16 lanes; both are brought up to date. tops, correction: addresses of one fp32 a
+        line, and room for 15 more.
 
         Of int8 tiles, k_scales and v_scales are the addresses of one scale a token. V's go into the weights but not into
         their sum, and only where a token is seen: an unwritten slot's scale may be NaN.
         """
-        top = splat(np.float32(-np.inf), width)
-        sees_all = low <= 0 and high >= num_vectors * width
-        if sees_all and softcap <= np.float32(0) and not is_int8(kv_tag):
+        num_tokens = num_vectors * width
+        all_seen = window <= 0 and first_position >= base + num_tokens - 1
+        plain = all_seen and softcap <= np.float32(0) and not is_int8(kv_tag)
+        for line in range(num_lines):
+            row = scores + line * num_tokens * 4
+            top = splat(np.float32(-np.inf), width)
+            if plain:
+                for c in range(num_vectors):
+                    top = vmax(top, load(row + c * (4 * width), f32, width))
+            else:
+                position = first_position + line // group
+                high, low = position - base + 1, position - window + 1 - base if window > 0 else 0
+                for c in range(num_vectors):
+                    address = row + c * (4 * width)
+                    s = load(address, f32, width)
+                    if is_int8(kv_tag):
+                        s = vmul(s, load(k_scales + c * (4 * width), f32, width))
+                    if softcap > np.float32(0):
+                        s = vmul(vtanh(vmul(s, splat(np.float32(1) / softcap, width))), splat(softcap, width))
+                    s = keep_lanes(s, c * width, low, high)
+                    store(address, s, f32)
+                    top = vmax(top, s)
+            store(tops + line * 4, vmax(load(m + line * 4, f32, 1), splat(hmax(top), 1)), f32)
+        for line in range(0, num_lines, 16):
+            shrunk = vexp(vsub(load(m + line * 4, f32, 16), load(tops + line * 4, f32, 16)))
+            store(correction + line * 4, shrunk, f32)
+        for line in range(num_lines):
+            row = scores + line * num_tokens * 4
+            new = load(tops + line * 4, f32, 1)
+            store(m + line * 4, new, f32)
+            shift = splat(hmax(new), width)
+            total = vmul(load(sums + line * 64, f32, width), splat(hmax(load(correction + line * 4, f32, 1)), width))
             for c in range(num_vectors):
-                top = vmax(top, load(scores + c * (4 * width), f32, width))
-        else:
-            for c in range(num_vectors):
-                address = scores + c * (4 * width)
-                s = load(address, f32, width)
+                address = row + c * (4 * width)
+                e = vexp(vsub(load(address, f32, width), shift))
+                total = vadd(total, e)
                 if is_int8(kv_tag):
-                    s = vmul(s, load(k_scales + c * (4 * width), f32, width))
-                if softcap > np.float32(0):
-                    s = vmul(vtanh(vmul(s, splat(np.float32(1) / softcap, width))), splat(softcap, width))
-                s = keep_lanes(s, c * width, low, high)
-                store(address, s, f32)
-                top = vmax(top, s)
-        m_new = max(m_old, hmax(top))
-        shift = splat(m_new, width)
-        total = load(l_row, f32, width)
-        correction = np.float32(1)
-        if m_new != m_old:
-            correction = hmax(vexp(splat(m_old - m_new, 4)))
-            total = vmul(total, splat(correction, width))
-        for c in range(num_vectors):
-            address = scores + c * (4 * width)
-            e = vexp(vsub(load(address, f32, width), shift))
-            total = vadd(total, e)
-            if is_int8(kv_tag):
-                e = vmul(e, keep_lanes_or_zero(load(v_scales + c * (4 * width), f32, width), c * width, low, high))
-            store(address, e, f32)
-        store(l_row, total, f32)
-        return m_new, correction
+                    scale = load(v_scales + c * (4 * width), f32, width)
+                    if not all_seen:
+                        position = first_position + line // group
+                        low = position - window + 1 - base if window > 0 else 0
+                        scale = keep_lanes_or_zero(scale, c * width, low, position - base + 1)
+                    e = vmul(e, scale)
+                store(address, e, f32)
+            store(sums + line * 64, total, f32)
 
     # numba names compiled code by this name, the argument types and a counter, and code from its disk cache keeps the
     # counter of the process that compiled it: under one name, one width could be linked in place of the other.
-    softmax_row.__qualname__ = f"softmax_row_{width}"
-    return njit(boundscheck=False, error_model="numpy")(softmax_row)
+    softmax.__qualname__ = f"softmax_{width}"
+    return njit(boundscheck=False, error_model="numpy")(softmax)
 
 
-_softmax_row_16 = _make_softmax_row(16)
-_softmax_row_4 = _make_softmax_row(4)
+_softmax_16 = _make_softmax(16)
+_softmax_4 = _make_softmax(4)
 
 
 @njit(boundscheck=False, error_model="numpy")
@@ -171,7 +192,7 @@ def _store_output(acc, target, head_dim, inverse, tag, f32, sizes):
 def _attend_tiles(
     first_tile, end_tile, block_tables, row, first_kv_head, end_kv_head, key_cache, key_strides, value_cache, value_strides,
     key_scales, value_scales, first_line, num_queries, group, lines_per_head, first_position, q_addr, s_addr, acc_addr, l_addr,
-    m, correction, head_dim, block_size, window, softcap, kv_tag, f32, sizes,
+    m_addr, tops, correction, head_dim, block_size, window, softcap, kv_tag, f32, sizes,
 ):  # fmt: skip
     """Fold the tiles [first_tile, end_tile) of a row's block table into the running softmax of `num_queries` queries.
 
@@ -206,26 +227,22 @@ def _attend_tiles(
             k_scales = key_scales[0] + block * key_scales[1] + kv_head * key_scales[2]
             v_scales = value_scales[0] + block * value_scales[1] + kv_head * value_scales[2]
             _scores(
-                q_addr + r0 * q_row, q_row, k, key_strides[2], kv_tag, s_addr + r0 * s_row, s_row, head_dim, num_lines,
+                q_addr + r0 * q_row, q_row, k, key_strides[2], kv_tag, s_addr, s_row, head_dim, num_lines,
                 block_size, k_ahead, sizes,
             )  # fmt: skip
-            for line in range(num_lines):
-                r, position = r0 + line, first_position + low_query + line // group
-                high = min(block_size, position - base + 1)
-                low = max(0, position - window + 1 - base) if window > 0 else 0
-                if is_uint8(sizes) and block_size < 16:
-                    m[r], correction[r] = _softmax_row_4(
-                        s_addr + r * s_row, block_size // 4, low, high, softcap, m[r], l_addr + r * 64, k_scales, v_scales,
-                        kv_tag, f32,
-                    )  # fmt: skip
-                else:
-                    m[r], correction[r] = _softmax_row_16(
-                        s_addr + r * s_row, block_size // 16, low, high, softcap, m[r], l_addr + r * 64, k_scales, v_scales,
-                        kv_tag, f32,
-                    )  # fmt: skip
+            if is_uint8(sizes) and block_size < 16:
+                _softmax_4(
+                    s_addr, block_size // 4, num_lines, group, base, first_position + low_query, window, softcap, k_scales,
+                    v_scales, m_addr + r0 * 4, l_addr + r0 * 64, tops, correction, kv_tag, f32,
+                )  # fmt: skip
+            else:
+                _softmax_16(
+                    s_addr, block_size // 16, num_lines, group, base, first_position + low_query, window, softcap, k_scales,
+                    v_scales, m_addr + r0 * 4, l_addr + r0 * 64, tops, correction, kv_tag, f32,
+                )  # fmt: skip
             _weigh(
-                s_addr + r0 * s_row, s_row, v, value_strides[2], kv_tag, acc_addr + r0 * acc_row, acc_row,
-                correction.ctypes.data + 4 * r0, num_tokens, num_lines, head_dim, v_ahead, sizes,
+                s_addr, s_row, v, value_strides[2], kv_tag, acc_addr + r0 * acc_row, acc_row, correction, num_tokens, num_lines,
+                head_dim, v_ahead, sizes,
             )  # fmt: skip
 
 
@@ -338,13 +355,14 @@ def attend(
     acc_width = (head_dim + 15) // 16 * 16
     for thread in prange(num_threads):
         q_buf = aligned_floats(max_lines, head_dim)
-        s_buf = aligned_floats(max_lines, block_size)
+        s_buf = aligned_floats(lines_per_head, block_size)
         acc_buf = aligned_floats(max_lines, acc_width)
         l_buf = aligned_floats(max_lines, 16)
-        m = np.empty(max_lines, np.float32)
-        correction = np.empty(max_lines, np.float32)
+        m_buf = np.empty(max_lines + 16, np.float32)  # read by vectors from any line on
+        tile_buf = aligned_floats(2, lines_per_head + 16)
         q_addr, s_addr, acc_addr = q_buf.ctypes.data, s_buf.ctypes.data, acc_buf.ctypes.data
-        l_addr = l_buf.ctypes.data
+        l_addr, m_addr = l_buf.ctypes.data, m_buf.ctypes.data
+        tops, correction = tile_buf[0].ctypes.data, tile_buf[1].ctypes.data
         q_row, acc_row = 4 * head_dim, 4 * acc_width
         for item in range(bounds[thread], bounds[thread + 1]):
             row, end_row, first_kv_head, end_kv_head = items[item, 0], items[item, 1], items[item, 2], items[item, 3]
@@ -356,14 +374,14 @@ def attend(
                     token, head = q_start + line // group, kv_head * group + line % group
                     source = query + token * query_strides[0] + head * query_strides[1]
                     _load_query(source, q_addr + r * q_row, head_dim, scale, q_tag, f32, sizes)
-                    m[r] = -np.inf
+                    m_buf[r] = -np.inf
                     acc_buf[r] = 0
                     l_buf[r] = 0
             # Shared tiles are full and every row sees them all: there the rows' queries may pass for later ones of the first.
             _attend_tiles(
                 0, num_shared, block_tables, row, first_kv_head, end_kv_head, key_cache, key_strides, value_cache,
                 value_strides, key_scales, value_scales, 0, num_queries, group, lines_per_head, seq_lens_kv[row] - 1, q_addr,
-                s_addr, acc_addr, l_addr, m, correction, head_dim, block_size, window, softcap, kv_tag, f32, sizes,
+                s_addr, acc_addr, l_addr, m_addr, tops, correction, head_dim, block_size, window, softcap, kv_tag, f32, sizes,
             )  # fmt: skip
             done = 0
             for r in range(row, end_row):
@@ -374,8 +392,8 @@ def attend(
                 _attend_tiles(
                     first_visible // block_size, (first_position + count - 1) // block_size + 1, block_tables, r, first_kv_head,
                     end_kv_head, key_cache, key_strides, value_cache, value_strides, key_scales, value_scales, done * group,
-                    count, group, lines_per_head, first_position, q_addr, s_addr, acc_addr, l_addr, m, correction, head_dim,
-                    block_size, window, softcap, kv_tag, f32, sizes,
+                    count, group, lines_per_head, first_position, q_addr, s_addr, acc_addr, l_addr, m_addr, tops, correction,
+                    head_dim, block_size, window, softcap, kv_tag, f32, sizes,
                 )  # fmt: skip
                 done += count
             for kv_head in range(first_kv_head, end_kv_head):
@@ -386,8 +404,8 @@ def attend(
                     factor = np.float32(1)
                     if sinks.shape[0] > 0:
                         # A sink is one more logit with no value: it only adds to the sum of weights.
-                        top = max(m[r], sinks[head])
-                        factor = hmax(vexp(splat(m[r] - top, 4)))
+                        top = max(m_buf[r], sinks[head])
+                        factor = hmax(vexp(splat(m_buf[r] - top, 4)))
                         total = total * factor + hmax(vexp(splat(sinks[head] - top, 4)))
                     target = out + token * out_strides[0] + head * out_strides[1]
                     _store_output(acc_addr + r * acc_row, target, head_dim, factor / total, q_tag, f32, sizes)

@@ -333,6 +333,7 @@ keep_lanes_or_zero = _lanes_or(0.0)
 # exp after the Cephes library's expf: n = round(x / ln 2), a polynomial on the rest, scaled by 2**n in the exponent.
 _EXP_POLY = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _EXP_MIN, _EXP_MAX = -87.3365, 88.3762
+_EXP_SHIFT = 1.5 * 2.0**23 + 127  # 127: the bias of an exponent
 
 
 def _emit_exp(builder, x):
@@ -341,19 +342,16 @@ def _emit_exp(builder, x):
     low, high = constant(width, _EXP_MIN), constant(width, _EXP_MAX)
     clamped = builder.select(builder.fcmp_ordered(">", low, x), low, x)
     clamped = builder.select(builder.fcmp_ordered("<", high, clamped), high, clamped)
-    n = _call(
-        builder,
-        f"llvm.nearbyint.v{width}f32",
-        x.type,
-        [builder.fmul(clamped, constant(width, 1.44269504088896341))],
-    )
+    # Added to such a large number, x / ln 2 is rounded to a whole one, and its lowest bits are those of the exponent wanted.
+    shifted = fma(builder, clamped, constant(width, 1.44269504088896341), constant(width, _EXP_SHIFT))
+    n = builder.fsub(shifted, constant(width, _EXP_SHIFT))
     f = fma(builder, n, constant(width, -0.693359375), clamped)
     f = fma(builder, n, constant(width, 2.12194440e-4), f)
     p = constant(width, _EXP_POLY[0])
     for coefficient in _EXP_POLY[1:]:
         p = fma(builder, p, f, constant(width, coefficient))
     p = builder.fadd(fma(builder, p, builder.fmul(f, f), f), constant(width, 1.0))
-    exponent = builder.shl(builder.add(builder.fptosi(n, ir.VectorType(_I32, width)), _ints(width, 127)), _ints(width, 23))
+    exponent = builder.shl(builder.bitcast(shifted, ir.VectorType(_I32, width)), _ints(width, 23))
     result = builder.fmul(p, builder.bitcast(exponent, x.type))
     # Far below the range the answer is exactly 0: a masked score (-inf) must weigh nothing.
     return builder.select(builder.fcmp_ordered("<", x, constant(width, _EXP_MIN)), constant(width, 0.0), result)
