@@ -16,8 +16,7 @@ from . import load_kernels
 _F32 = np.empty(0, np.float32)
 _UINT8, _INT16 = np.empty(0, np.uint8), np.empty(0, np.int16)
 _PAIRS = np.empty(0, np.uint32)
-_BLOCK_BYTES = 2**19  # of the rows of a product's work item: they stay in the L2 cache
-_ROWS_STEP = 84  # what a product multiplies at once, 14 rows or 6, goes into that without a rest
+_MOST_ROWS = 56  # of a product's work item: their part beside a panel's in the L1 cache, and all of them in the L2 cache
 # What tells a compiled kernel the dtype behind an address (see `simd.py`).
 TAGS: dict[torch.dtype, np.ndarray[Any, Any]] = {
     torch.float32: _F32,
@@ -141,7 +140,7 @@ def product(
         in_features,
         num_panels,
         2 if gated else 1,
-        _rows_per_item(x),
+        _rows_per_item(x.shape[0], kernels.ROWS_TOGETHER),
         num_threads,
         _tag_of_panels(packed),
         TAGS[out.dtype],
@@ -176,22 +175,21 @@ def product_int8(x: torch.Tensor, weight: Int8Panels, out: torch.Tensor, *, gate
     gated: out (T, P / 2 * width) = silu(the first half) * the second.
     """
     kernels, num_threads = load_kernels("gemm")
-    num_groups = weight.starts.shape[0]
-    levels, row_scales = quantize(x, torch.uint8 if kernels.TOGETHER == 4 else torch.int16, num_groups)
     kernels.product_int8(
-        levels.data_ptr(),
+        x.data_ptr(),
         weight.packed.data_ptr(),
         weight.starts.numpy(),
         weight.scales.numpy(),
-        row_scales.numpy().reshape(-1),
         out.data_ptr(),
         x.shape[0],
         x.shape[1],
-        num_groups,
+        weight.starts.shape[0],
         weight.packed.shape[0],
         2 if gated else 1,
-        _rows_per_item(levels),
+        _rows_per_item(x.shape[0], kernels.ROWS_TOGETHER),
         num_threads,
+        TAGS[x.dtype],
+        _UINT8 if kernels.TOGETHER == 4 else _INT16,
         TAGS[out.dtype],
         _F32,
     )
@@ -221,7 +219,7 @@ def best_channels(
         slack.numpy(),
         best.numpy(),
         num_channels,
-        _rows_per_item(x),
+        _rows_per_item(x.shape[0], kernels.ROWS_TOGETHER),
         num_threads,
         _tag_of_panels(packed),
         _F32,
@@ -233,11 +231,10 @@ def _tag_of_panels(packed: torch.Tensor) -> np.ndarray[Any, Any]:
     return _PAIRS if packed.dtype == torch.int32 else TAGS[packed.dtype]
 
 
-def _rows_per_item(x: torch.Tensor) -> int:
-    """Return how many rows a product's work item takes: about as many as the L2 cache holds, all items alike."""
-    num_rows, row_bytes = x.shape[0], x.shape[1] * x.element_size()
-    blocks = max(1, -(-num_rows * row_bytes // _BLOCK_BYTES))
-    return max(1, -(-num_rows // (blocks * _ROWS_STEP))) * _ROWS_STEP
+def _rows_per_item(num_rows: int, rows_together: int) -> int:
+    """Return how many rows a product's work item takes: all items alike, in whole steps of what is multiplied together."""
+    num_items = max(1, -(-num_rows // _MOST_ROWS))
+    return max(1, -(-num_rows // (num_items * rows_together))) * rows_together
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype = torch.uint8, num_groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,11 +14,10 @@ import numpy as np
 from numba import njit, prange
 
 from ..disk_cache import locked
+from .quantize import quantize_row
 from .simd import (
     is_pairs,
     load,
-    load_sums,
-    splat,
     store,
     take_next,
     vadd,
@@ -27,11 +26,12 @@ from .simd import (
     widen_bytes,
 )
 from .tiles import LANES, TOGETHER, aligned_floats, dot_tile, pv_tile
+from .tiles import ROWS_TOGETHER as ROWS_TOGETHER
 
 PANEL = 2 * LANES
 _VECTORS = PANEL // 16
 _RUNS_PER_THREAD = 8  # so few that a run is a long stretch of memory, so many that threads end together
-_DEPTH = 384  # input channels of a slice: in 16 bits 12 or 24 KiB, beside the rows' part in an L1 cache
+_DEPTH = 384  # most input channels of a slice: in 16 bits 12 or 24 KiB, beside the rows' part in an L1 cache
 
 
 @njit(boundscheck=False, error_model="numpy")
@@ -67,8 +67,10 @@ def panel_sums(x, packed, panel, in_features, count, sums, ones, tag):
     """sums (count, PANEL) = `count` rows, at the address x, times a panel. ones: at least `count` ones."""
     weight_row = PANEL * (2 if is_pairs(tag) else tag.itemsize)
     sums[:count] = 0
-    for start in range(0, in_features, _DEPTH):
-        depth = min(_DEPTH, in_features - start)
+    num_slices = (in_features + _DEPTH - 1) // _DEPTH
+    for index in range(num_slices):
+        start, end = in_features * index // num_slices, in_features * (index + 1) // num_slices
+        depth = end - start
         weight = packed + (panel * in_features + start) * weight_row
         pv_tile(
             x + start * 4, in_features * 4, weight, weight_row, tag, sums.ctypes.data, PANEL * 4, ones.ctypes.data, depth,
@@ -84,24 +86,6 @@ def _add_bias(sums, bias, count, f32):
         for r in range(count):
             at = sums + (r * _VECTORS + c) * 64
             store(at, vadd(load(at, f32, 16), added), f32)
-
-
-@njit(boundscheck=False, error_model="numpy")
-def _add_scaled(sums, totals, row_scales, group, num_groups, first, scales, count, f32):
-    """totals (count, PANEL) fp32 += an item's int32 sums over one group of inputs, each row's by its scale of the group.
-
-    The first group's begin the totals, the last one's end them with the channels' scales.
-    """
-    for r in range(count):
-        of_row = splat(row_scales[(first + r) * num_groups + group], 16)
-        for c in range(_VECTORS):
-            at = (r * PANEL + c * 16) * 4
-            total = vmul(load_sums(sums + at, 16), of_row)
-            if group > 0:
-                total = vadd(total, load(totals + at, f32, 16))
-            if group == num_groups - 1:
-                total = vmul(total, load(scales + c * 64, f32, 16))
-            store(totals + at, total, f32)
 
 
 @njit(boundscheck=False, error_model="numpy")
@@ -148,12 +132,15 @@ def product(
 
 
 @njit(boundscheck=False, error_model="numpy")
-def whole_sums(x, x_row, weight, starts, sums, num_words, count, words_buf):
+def whole_sums(
+    x, x_row, weight, starts, sums, num_words, count, words_buf, row_scales, row_scales_row, added, added_row, scales
+):  # fmt: skip
     """sums (count, PANEL) int32 = rows of whole numbers times a panel of int8; see `tiles.dot_tile` for the rows' form.
 
-    starts (PANEL,): what the sums begin with. words_buf: room for _DEPTH words of a panel in 16 bits.
+    starts, sums: addresses; starts (PANEL,) int32: what the sums begin with. words_buf: room for _DEPTH words of a panel in 16
+    bits. The rest as in `dot_tile`: unless row_scales is 0, sums in fp32.
     """
-    begin, begin_row = starts.ctypes.data, 0
+    begin, begin_row = starts, 0
     for start in range(0, num_words, _DEPTH):
         words = min(_DEPTH, num_words - start)
         part = weight + start * TOGETHER * PANEL
@@ -162,57 +149,58 @@ def whole_sums(x, x_row, weight, starts, sums, num_words, count, words_buf):
             for c in range(0, words * 2 * PANEL, 32):
                 widen_bytes(part + c, words_buf.ctypes.data + 2 * c)
             part = words_buf.ctypes.data
-        dot_tile(x + start * 4, x_row, part, begin, begin_row, sums.ctypes.data, PANEL * 4, words, count, ahead)
-        begin, begin_row = sums.ctypes.data, PANEL * 4
+        dot_tile(
+            x + start * 4, x_row, part, begin, begin_row, sums, PANEL * 4, words, count, ahead,
+            row_scales if start + words == num_words else 0, row_scales_row, added, added_row, scales,
+        )  # fmt: skip
+        begin, begin_row = sums, PANEL * 4
 
 
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
 def product_int8(
-    x, packed, starts, scales, row_scales, out, num_rows, in_features, num_groups, num_panels, together, rows_per_item,
-    num_threads, out_tag, f32
+    x, packed, starts, scales, out, num_rows, in_features, num_groups, num_panels, together, rows_per_item, num_threads, tag,
+    whole_tag, out_tag, f32
 ):  # fmt: skip
-    """out = x @ weight^T, from whole numbers and scales; with `together` = 2, not 1, gated.
+    """out = x @ weight^T in whole numbers and scales; with `together` = 2, not 1, gated.
 
-    x (rows, in_features) whole numbers: int16, or uint8 with 128 for 0 where TOGETHER is 4. packed (num_panels, in_features /
-    TOGETHER, PANEL, TOGETHER) int8; out (rows, num_panels * PANEL / together) of the tag's dtype: addresses of contiguous
-    arrays. A row has a scale for each of `num_groups` groups of neighbouring inputs, row_scales (rows * num_groups,), a channel
-    one, scales (num_panels * PANEL,): fp32. starts (num_groups, num_panels * PANEL) int32: for rows of bytes, -128 times each
-    channel's sum of a group's weights. A group's inputs times the largest magnitude of x are below 2**24.
+    x (rows, in_features) of its tag's dtype. packed (num_panels, in_features / TOGETHER, PANEL, TOGETHER) int8; out (rows,
+    num_panels * PANEL / together) of its tag's dtype: addresses of contiguous arrays. A row is rounded to whole numbers, the
+    whole tag's int16, or uint8 with 128 for 0 where TOGETHER is 4, by a scale for each of `num_groups` groups of neighbouring
+    inputs; a channel has a scale, scales (num_panels * PANEL,) fp32. starts (num_groups, num_panels * PANEL) int32: for rows of
+    bytes, -128 times each channel's sum of a group's weights. A group's inputs times the largest whole number are
+    below 2**24; of several groups each is one slice.
     """
     num_parts, num_words = num_panels // together, in_features // TOGETHER
-    group_words = num_words // num_groups
+    group_words, group_inputs = num_words // num_groups, in_features // num_groups
+    words, row_scales = np.empty(num_rows * num_words, np.int32), np.empty(num_rows * num_groups, np.float32)
+    for part in prange(num_rows * num_groups):
+        source, target = x + part * group_inputs * tag.itemsize, words.ctypes.data + part * group_words * 4
+        row_scales[part] = quantize_row(source, target, group_inputs, tag, whole_tag)
+
     num_items = num_items_of(num_parts, num_rows, rows_per_item)
     row_bytes = num_parts * PANEL * out_tag.itemsize
     taken = np.zeros(1, np.int64)
     for _ in prange(num_threads):
         words_buf = np.empty(2 * _DEPTH * PANEL if TOGETHER == 2 else 0, np.int16)
-        sums = np.empty((rows_per_item, PANEL), np.int32)
         totals = aligned_floats(together * rows_per_item, PANEL)
+        no_totals, ones = np.zeros(PANEL, np.float32), np.ones(PANEL, np.float32)
         item, end = next_item(0, 0, taken, num_items, num_threads)
         while item < num_items:
             first_panel, first, count = item_of(item, num_parts, num_rows, rows_per_item)
             for part in range(together):
                 panel, own = first_panel + part * num_parts, totals.ctypes.data + part * count * PANEL * 4
-                channels = panel * PANEL
+                added, added_row = no_totals.ctypes.data, 0
                 for group in range(num_groups):
                     word = group * group_words
-                    weight = packed + (panel * num_words + word) * TOGETHER * PANEL
+                    channels = scales.ctypes.data + panel * PANEL * 4 if group == num_groups - 1 else ones.ctypes.data
                     whole_sums(
-                        x + (first * num_words + word) * 4, num_words * 4, weight,
-                        starts[group, channels : channels + PANEL], sums, group_words, count, words_buf,
+                        words.ctypes.data + (first * num_words + word) * 4, num_words * 4,
+                        packed + (panel * num_words + word) * TOGETHER * PANEL,
+                        starts.ctypes.data + (group * num_panels + panel) * PANEL * 4, own, group_words, count, words_buf,
+                        row_scales.ctypes.data + (first * num_groups + group) * 4, num_groups * 4, added, added_row, channels,
                     )  # fmt: skip
-                    _add_scaled(
-                        sums.ctypes.data,
-                        own,
-                        row_scales,
-                        group,
-                        num_groups,
-                        first,
-                        scales.ctypes.data + channels * 4,
-                        count,
-                        f32,
-                    )
+                    added, added_row = own, PANEL * 4
             up = totals.ctypes.data + count * PANEL * 4 if together > 1 else 0
             target = out + first * row_bytes + first_panel * PANEL * out_tag.itemsize
             _store_rows(totals.ctypes.data, up, target, row_bytes, count, out_tag, f32)

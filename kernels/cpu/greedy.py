@@ -13,6 +13,7 @@ from numba import njit, prange
 
 from ..disk_cache import locked
 from .gemm import PANEL, item_of, next_item, num_items_of, panel_sums, whole_sums
+from .gemm import ROWS_TOGETHER as ROWS_TOGETHER
 from .simd import hmax, keep_lanes, load, load_sums, splat, vadd, vmax, vmul, vsub
 from .tiles import TOGETHER
 
@@ -97,8 +98,8 @@ def best_channels(
             channel = panel * PANEL
             whole_sums(
                 words.ctypes.data + first * _PARTS * num_words * 4, num_words * 4,
-                packed_int8 + panel * num_words * TOGETHER * PANEL, starts[channel : channel + PANEL], sums, num_words,
-                _PARTS * count, words_buf,
+                packed_int8 + panel * num_words * TOGETHER * PANEL, starts.ctypes.data + channel * 4, sums.ctypes.data,
+                num_words, _PARTS * count, words_buf, 0, 0, 0, 0, 0,
             )  # fmt: skip
             for r in range(count):
                 row = first + r

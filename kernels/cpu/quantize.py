@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .simd import hmax, hsum, load, splat, vadd, vdiv, vmax, vmul, vsub
+from .simd import hmax_magnitude, larger_magnitude, load, splat, store_whole, vdiv, vmul
 
 # A division takes as long as many products; below this scale its inverse may be more than fp32 holds.
 _SMALLEST_INVERTED = np.float32(1e-37)
@@ -23,24 +23,38 @@ def make_quantize(width, put, by_inverse):
 
     def quantize(source, codes, count, tag, code_tag):
         """Write the codes of `count` elements and return their scale. The last vector may overlap its neighbour."""
-        zero = splat(np.float32(0), width)
-        top, top2, odd, odd2 = zero, zero, zero, zero  # two of each, so that one doesn't wait for the other
-        for c in range(0, (count + width - 1) // width, 2):
-            x = load(source + min(c * width, count - width) * tag.itemsize, tag, width)
-            x2 = load(source + min((c + 1) * width, count - width) * tag.itemsize, tag, width)
-            top, top2 = vmax(top, vmax(x, vsub(zero, x))), vmax(top2, vmax(x2, vsub(zero, x2)))
-            # 0, or NaN for a NaN or an infinity: a maximum can lose the former
-            odd, odd2 = vadd(odd, vmul(x, zero)), vadd(odd2, vmul(x2, zero))
-        scale = hmax(vmax(top, top2)) / np.float32(127) + hsum(vadd(odd, odd2))
-        inverse = splat(np.float32(1) / scale if scale > _SMALLEST_INVERTED else np.float32(0), width)
-        for c in range((count + width - 1) // width):
-            first = min(c * width, count - width)
-            x = zero
-            if scale > np.float32(0):
+        top = splat(np.float32(0), width)
+        last = count - width
+        for first in range(0, last, width):
+            top = larger_magnitude(top, load(source + first * tag.itemsize, tag, width))
+        top = hmax_magnitude(larger_magnitude(top, load(source + last * tag.itemsize, tag, width)))
+        scale = top / np.float32(127) + top * np.float32(0)  # NaN for an infinity
+        if scale > np.float32(0):
+            factor = splat(scale, width)
+            if by_inverse:
+                factor = splat(np.float32(1) / scale if scale > _SMALLEST_INVERTED else np.float32(0), width)
+            for first in range(0, last, width):
                 x = load(source + first * tag.itemsize, tag, width)
-                x = vmul(x, inverse) if by_inverse else vdiv(x, splat(scale, width))
-            put(codes + first * code_tag.itemsize, x, code_tag)
+                put(codes + first * code_tag.itemsize, vmul(x, factor) if by_inverse else vdiv(x, factor), code_tag)
+            x = load(source + last * tag.itemsize, tag, width)
+            put(codes + last * code_tag.itemsize, vmul(x, factor) if by_inverse else vdiv(x, factor), code_tag)
+        else:
+            for first in range(0, last, width):
+                put(codes + first * code_tag.itemsize, splat(np.float32(0), width), code_tag)
+            put(codes + last * code_tag.itemsize, splat(np.float32(0), width), code_tag)
         return scale
 
-    quantize.__qualname__ = f"quantize_{width}_{put.__name__}_{by_inverse}"  # see kernels._make_softmax_row
+    quantize.__qualname__ = f"quantize_{width}_{put.__name__}_{by_inverse}"  # see kernels._make_softmax
     return njit(boundscheck=False, error_model="numpy")(quantize)
+
+
+_quantize_row_16 = make_quantize(16, store_whole, by_inverse=True)
+_quantize_row_4 = make_quantize(4, store_whole, by_inverse=True)
+
+
+@njit(boundscheck=False, error_model="numpy")
+def quantize_row(source, target, count, tag, whole_tag):
+    """Write `count` elements, at least 4, as the tag's whole numbers, see `simd.store_whole`; return their scale."""
+    if count < 16:
+        return _quantize_row_4(source, target, count, tag, whole_tag)
+    return _quantize_row_16(source, target, count, tag, whole_tag)

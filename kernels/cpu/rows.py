@@ -10,8 +10,8 @@ import numpy as np
 from numba import njit, prange
 
 from ..disk_cache import locked
-from .quantize import make_quantize
-from .simd import hsum, load, splat, store, store_whole, vadd, vmul, vsilu, vsub
+from .quantize import quantize_row
+from .simd import hsum, load, splat, store, vadd, vmul, vsilu, vsub
 
 
 @njit(boundscheck=False, error_model="numpy")
@@ -110,10 +110,6 @@ def silu_mul(gate_up, out, num_rows, width, num_threads, gate_up_tag, tag):
                 store(o + c * tag.itemsize, vmul(vsilu(g), u), tag)
 
 
-_quantize_row_16 = make_quantize(16, store_whole, by_inverse=True)
-_quantize_row_4 = make_quantize(4, store_whole, by_inverse=True)
-
-
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
 def quantize(x, out, scales, num_rows, width, num_threads, tag, out_tag):
@@ -125,7 +121,4 @@ def quantize(x, out, scales, num_rows, width, num_threads, tag, out_tag):
     for thread in prange(num_threads):
         for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
             source, target = x + r * width * tag.itemsize, out + r * width * out_tag.itemsize
-            if width < 16:
-                scales[r] = _quantize_row_4(source, target, width, tag, out_tag)
-            else:
-                scales[r] = _quantize_row_16(source, target, width, tag, out_tag)
+            scales[r] = quantize_row(source, target, width, tag, out_tag)

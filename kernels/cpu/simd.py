@@ -157,10 +157,9 @@ def store_whole(typingctx, address, value, tag):
 
     def codegen(context, builder, signature, args):
         width = args[1].type.count
-        rounded = _call(builder, f"llvm.nearbyint.v{width}f32", args[1].type, [args[1]])
-        whole = builder.fptosi(rounded, ir.VectorType(_I32, width))
-        if unsigned:
-            whole = builder.add(whole, _ints(width, 128))
+        # Beside such a large number the lowest bits of an fp32 are those of the whole number added.
+        shifted = builder.fadd(args[1], constant(width, 1.5 * 2.0**23 + (128 if unsigned else 0)))
+        whole = builder.bitcast(shifted, ir.VectorType(_I32, width))
         stored_t = ir.VectorType(ir.IntType(8 if unsigned else 16), width)
         builder.store(builder.trunc(whole, stored_t), builder.inttoptr(args[0], stored_t.as_pointer())).align = 1
         return context.get_dummy_value()
@@ -304,6 +303,27 @@ def hmax(typingctx, v):
 
     def codegen(context, builder, signature, args):
         return _halves(builder, args[0], lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+    return types.float32(v), codegen
+
+
+def _larger_magnitude(builder, a, b):
+    """The lanes of a, or of |b| where its bits are a larger number: those of a NaN are, then an infinity's. a >= 0."""
+    whole_t = ir.IntType(32) if a.type == F32 else ir.VectorType(_I32, a.type.count)
+    bits = ir.Constant(whole_t, 0x7FFFFFFF if a.type == F32 else [0x7FFFFFFF] * a.type.count)
+    a, b, wanted = builder.bitcast(a, whole_t), builder.and_(builder.bitcast(b, whole_t), bits), a.type
+    return builder.bitcast(builder.select(builder.icmp_signed(">", a, b), a, b), wanted)
+
+
+larger_magnitude = _binary(_larger_magnitude)
+
+
+@intrinsic
+def hmax_magnitude(typingctx, v):
+    """Return the lane of the largest magnitude, without its sign; a NaN where there is one."""
+
+    def codegen(context, builder, signature, args):
+        return _halves(builder, args[0], lambda a, b: _larger_magnitude(builder, a, b))
 
     return types.float32(v), codegen
 

@@ -33,6 +33,7 @@ _FEATURES = binding.get_host_cpu_features()
 LANES, NUM_SUMS = (16, 28) if _FEATURES.get("avx512f") else (8, 6)
 # Rows of a group that has so many columns of 16 lanes.
 _GROUP_ROWS = {1: 14, 2: 14, 4: 6} if LANES == 16 else {1: 6, 2: 3, 4: 1}
+ROWS_TOGETHER = _GROUP_ROWS[2 * LANES // 16]  # beside two registers of columns
 
 
 @njit(boundscheck=False, error_model="numpy")
@@ -225,19 +226,26 @@ TOGETHER = 4 if LANES == 16 and _FEATURES.get("avx512vnni") else 2
 
 
 @intrinsic
-def dot_tile(typingctx, x, x_row, weight, starts, starts_row, sums, sums_row, num_words, num_rows, ahead):
+def dot_tile(
+    typingctx, x, x_row, weight, starts, starts_row, sums, sums_row, num_words, num_rows, ahead, row_scales, row_scales_row,
+    added, added_row, scales,
+):  # fmt: skip
     """sums[r, c] = starts[r, c] + sum over w and i of x[r, w, i] * weight[w, c, i], for 2 * LANES channels c. x86 with AVX2.
 
     x: (num_words, TOGETHER) of a row each `x_row` bytes; weight: (num_words, 2 * LANES, TOGETHER): uint8 and int8 where
     TOGETHER is 4, int16 where it is 2. starts, sums: int32, one row each `starts_row` (0: the same for all) and `sums_row`
     bytes, exact. ahead: the address of the int8 weights that are read next, asked for meanwhile.
+
+    Unless the address row_scales is 0, what is stored is fp32: (sums[r, c] * row_scales[r] + added[r, c]) * scales[c], of which
+    each row's stand each `row_scales_row` and `added_row` bytes. `added` may be `sums`.
     """
     i32 = ir.IntType(32)
     short_t, sum_t = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(i32, LANES)
     vector_bytes = 4 * LANES
 
     def codegen(context, builder, signature, args):
-        x_, x_row_, weight_, starts_, starts_row_, sums_, sums_row_, words_, num_rows_, ahead_ = args
+        x_, x_row_, weight_, starts_, starts_row_, sums_, sums_row_, words_, num_rows_, ahead_ = args[:10]
+        row_scales_, row_scales_row_, added_, added_row_, scales_ = args[10:]
 
         def declared(name, *arguments):
             return cgutils.get_or_insert_function(builder.module, ir.FunctionType(sum_t, arguments), name)
@@ -290,11 +298,37 @@ def dot_tile(typingctx, x, x_row, weight, starts, starts_row, sums, sums_row, nu
                 add_word(builder.add(first_word, one))
             with builder.if_then(builder.icmp_signed("==", builder.srem(words_, two), one)):
                 add_word(builder.sub(words_, one))
-            for pointer, slot in places(sums_, sums_row_):
-                builder.store(builder.load(slot), pointer).align = 4
+            scaled = builder.icmp_signed("!=", row_scales_, ir.Constant(I64, 0))
+            with builder.if_else(scaled) as (as_floats, as_whole):
+                with as_whole:
+                    for pointer, slot in places(sums_, sums_row_):
+                        builder.store(builder.load(slot), pointer).align = 4
+                with as_floats:
+                    store_scaled(first, slots)
+
+        def store_scaled(first, slots):
+            float_t = vector_type(LANES)
+            of_channels = [
+                load_widened(builder, builder.add(scales_, ir.Constant(I64, half * vector_bytes)), "float32", LANES)
+                for half in range(2)
+            ]
+            at_sums, at_added, at_scale = (
+                builder.add(base, builder.mul(first, row_bytes))
+                for base, row_bytes in ((sums_, sums_row_), (added_, added_row_), (row_scales_, row_scales_row_))
+            )
+            for r, line in enumerate(slots):
+                address = builder.inttoptr(_offset(builder, at_scale, r, row_scales_row_), F32.as_pointer())
+                of_row = broadcast(builder, builder.load(address), LANES)
+                for half, slot in enumerate(line):
+                    offset = ir.Constant(I64, half * vector_bytes)
+                    total = builder.fmul(builder.sitofp(builder.load(slot), float_t), of_row)
+                    earlier = builder.add(_offset(builder, at_added, r, added_row_), offset)
+                    total = builder.fadd(total, load_widened(builder, earlier, "float32", LANES))
+                    target = builder.add(_offset(builder, at_sums, r, sums_row_), offset)
+                    store_narrowed(builder, target, builder.fmul(total, of_channels[half]), "float32")
 
         _for_row_groups(builder, num_rows_, _GROUP_ROWS[2 * LANES // 16], emit)
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, i64, i64, i64, i64, i64, i64, i64, i64, i64), codegen
+    return types.void(*[i64] * 15), codegen
