@@ -31,7 +31,7 @@ class Engine:
     """A loaded model that answers requests. Knows token ids and lengths; reading, rendering and writing are others' work."""
 
     def __init__(self, opened: OpenedModel, stats: RunStats | None = None):
-        """Load the weights and run the largest batch once, to learn what memory it takes.
+        """Load the weights and run the largest batch once, to learn what memory it takes; compile what isn't yet.
 
         Raises:
             ModelError: the weights can't be used.
@@ -43,6 +43,7 @@ class Engine:
         self._max_num_seqs, self._max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
         assert config.threads
         set_threads(config.threads, config.backend)
+        precompilation = opened.precompilation
         with self.stats.timed("load"), _out_of_memory_is_told("the weights"), without_collector():
             model = loader.load_model(
                 opened.files,
@@ -66,6 +67,9 @@ class Engine:
         params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)
         probe = Sequence(Request(0, [0], params, 1, frozenset(), 0))
         with self.stats.timed("warm_up"), _out_of_memory_is_told("the largest step"):
+            if precompilation is not None:
+                model.compile_products()
+                precompilation.wait()
             self._activation_peak_bytes = self.runner.warm_up(
                 max_num_batched_tokens=self._max_num_batched_tokens,
                 max_num_seqs=self._max_num_seqs,

@@ -231,6 +231,8 @@ def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
         from ..engine.tuning import fit_profile, measure_block_sizes, measure_steps
 
         opened = open_model(config)
+    if opened.precompilation is not None:
+        progress.note("compiling the CPU kernels, which takes a while, once on this machine")
     progress.phase(f"loading {config.model} ({opened.spec.dtype}, {opened.config.device})")
     engine = Engine(opened, stats)
     start_s = perf_counter() - stats.started

@@ -64,6 +64,8 @@ class Run:
                 self._parts.flush_if_due()  # rows that ended without the engine
                 return self._stopper.control() is not Control.GO_ON
 
+            if self._job.opened.precompilation is not None:
+                progress.note("compiling the CPU kernels, which takes a while, once on this machine")
             rows, lengths = self._read_ahead(feed, stop)
             if self._stats.rows_reused:
                 progress.note(f"{self._stats.rows_reused:,} results of an earlier run are kept")

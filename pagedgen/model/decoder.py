@@ -99,11 +99,11 @@ class FusedDecoder:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         sample_positions: torch.Tensor,
-        step: AttentionStep,
+        step: AttentionStep | None,
         *,
         best_among: int | None = None,
     ) -> torch.Tensor:
-        """See `forward.Forward.__call__`."""
+        """See `forward.Forward.__call__`. Without a step the layers attend to nothing."""
         buckets = common_buckets(p.buckets() for p in self._products)
         chunks = _chunks(input_ids.shape[0], buckets)
         rows = chunks[-1][1]
@@ -118,10 +118,13 @@ class FusedDecoder:
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             attended = work.attended[:rows]
-            attend(
-                step, index, work.query[:rows], work.key[:rows], work.value[:rows], attended,
-                scale=self._scale, sliding_window=layer.window, softcap=None, sinks=None,
-            )  # fmt: skip
+            if step is None:
+                attended.zero_()
+            else:
+                attend(
+                    step, index, work.query[:rows], work.key[:rows], work.value[:rows], attended,
+                    scale=self._scale, sliding_window=layer.window, softcap=None, sinks=None,
+                )  # fmt: skip
             if index == last:
                 break
             for start, end in chunks:
@@ -130,6 +133,13 @@ class FusedDecoder:
                 fused.add_rms_norm(residual[start:end], delta, next_norm, work.normed[start:end], self._eps)
                 self._project(index + 1, start, end, cos, sin, work)
         return self._answer(residual, attended, sample_positions, buckets, work, best_among)
+
+    def compile_products(self) -> None:
+        """See `Forward.compile_products`: one row through the last layer."""
+        first = torch.zeros(1, dtype=torch.int64)
+        with torch.inference_mode():
+            for best_among in (None, 1):
+                self.thin()(first, first, first, None, best_among=best_among)
 
     def thin(self) -> FusedDecoder:
         """See `forward.Forward.thin`: the last layer alone."""

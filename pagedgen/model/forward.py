@@ -29,6 +29,9 @@ class Forward(Protocol):
         returns its id instead, the first of equal ones, (num_sampled,) int64; -1 where it is no number.
         """
 
+    def compile_products(self) -> None:
+        """Run what is compiled besides attention, so that it is."""
+
     def thin(self) -> Forward:
         """Return a forward pass of as few layers as take the memory that all take, to learn from it how much that is."""
 
@@ -65,6 +68,9 @@ class ModuleForward:
             paged_step=step,
         )
         return output.logits[0]
+
+    def compile_products(self) -> None:
+        """See `Forward.compile_products`: nothing is."""
 
     def thin(self) -> Forward:
         """See `Forward.thin`."""

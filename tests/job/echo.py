@@ -81,6 +81,7 @@ class EchoJobs:
 
         self._engine = EngineConfig(model=str(model), dtype="float32", **settings)
         self.opened = open_model(self._engine)
+        self.opened.__dict__["precompilation"] = None  # nothing is computed
         self.notes = []
 
     def run(self, inputs, output, *, rng=None, after_row=None, stopper=None, **settings):
