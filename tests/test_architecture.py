@@ -143,14 +143,17 @@ def test_help_is_quick_and_loads_no_torch():
         "heavy = {'torch', 'transformers', 'numba', 'datasets', 'triton', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    times = []
-    for _ in range(3):
+
+    def seconds(program):
         start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-        times.append(time.perf_counter() - start)
-    assert "run" in done.stdout
-    assert "plan" in done.stdout
-    assert min(times) < 0.5
+        done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+        return time.perf_counter() - start, done.stdout
+
+    helps = [seconds(code) for _ in range(3)]
+    assert all("run" in text and "plan" in text for _, text in helps)
+    # Half a second; on a machine that is slow just now, a few times what its two libraries take to import.
+    libraries = min(seconds("import typer, rich.console, rich.table, rich.panel, rich.markdown")[0] for _ in range(3))
+    assert min(helps)[0] < max(0.5, 4 * libraries)
 
 
 def test_every_package_is_in_the_wheel():

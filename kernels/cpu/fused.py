@@ -1,7 +1,6 @@
 """What lies between a decoder layer's products, on tensors: the signatures of `rows.py`'s compiled kernels.
 
-All tensors are contiguous. A product may come with `scales` (T,) fp32, by which its rows are still to be multiplied (see
-`quantize`); it is fp32 then, whatever the model's dtype.
+All tensors are contiguous.
 """
 
 from __future__ import annotations

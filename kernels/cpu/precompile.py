@@ -27,11 +27,13 @@ def _marker(*combination: object) -> Path | None:
     import numba
     from numba.core.registry import cpu_target
 
-    folder = Path(load_kernels()[0].attend.stats.cache_path)
-    if cache_root() not in folder.parents:
+    kernels = load_kernels()[0]
+    folder = Path(kernels.attend.stats.cache_path)
+    if cache_root() not in folder.parents or kernels.__file__ is None:
         return None
-    machine = (numba.__version__, *cpu_target.target_context.codegen().magic_tuple(), *combination)
-    return folder / f"{hashlib.sha256(repr(machine).encode()).hexdigest()[:16]}.compiled"
+    # What numba looks at as well: a source's time, its own version, the processor.
+    known_by = (Path(kernels.__file__).stat().st_mtime_ns, numba.__version__, cpu_target.target_context.codegen().magic_tuple())
+    return folder / f"{hashlib.sha256(repr((known_by, combination)).encode()).hexdigest()[:16]}.compiled"
 
 
 class Precompilation:

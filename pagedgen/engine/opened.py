@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config import EngineConfig
 from ..errors import RowError, UsageError
@@ -17,9 +17,6 @@ from ..model.spec import ModelSpec
 from ..request import Request
 from ..sampling_params import SamplingParams
 from . import memory
-
-if TYPE_CHECKING:
-    from ..kernels.cpu.precompile import Precompilation
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class OpenedModel:
         return min(self.spec.vocab_size, max(self.tokenizer.get_vocab().values(), default=self.spec.vocab_size - 1) + 1)
 
     @cached_property
-    def precompilation(self) -> Precompilation | None:
+    def precompilation(self) -> loader.Precompilation | None:
         """The process that compiles attention while the rest is compiled, started when first asked for.
 
         None where it is compiled already, or there is no core for it.
@@ -47,9 +44,7 @@ class OpenedModel:
         assert config.block_size and config.threads
         if config.backend != "cpu" or config.threads == 1:
             return None
-        from ..kernels.cpu.precompile import start_precompilation
-
-        return start_precompilation(self.spec.dtype, self.spec.kv_cache_dtype, config.block_size, self.spec.head_dim)
+        return loader.start_precompilation(self.spec, config.block_size)
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse parameters that don't fit the model or the engine.

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -25,6 +25,9 @@ from .forward import Forward, ModuleForward
 from .llama_shape import llama_shape, rotary_embedding
 from .products import make_row_invariant
 from .spec import ModelSpec
+
+if TYPE_CHECKING:
+    from ..kernels.cpu.precompile import Precompilation as Precompilation
 
 T = TypeVar("T")
 
@@ -240,3 +243,10 @@ def _load_modules(files: ModelFiles, config: Any, spec: ModelSpec) -> Any:
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     return model.eval().requires_grad_(False)
+
+
+def start_precompilation(spec: ModelSpec, block_size: int) -> Precompilation | None:
+    """Start compiling attention on CPU for a model; see `kernels.cpu.precompile`."""
+    from ..kernels.cpu import precompile  # only where kernels run
+
+    return precompile.start_precompilation(spec.dtype, spec.kv_cache_dtype, block_size, spec.head_dim)
