@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 
+import numba
 import numpy as np
 import pytest
 import torch
+from pagedgen.kernels.cpu import fused, load_kernels
 from recorder import recorded
 from safetensors.torch import load_file, save_file
 
@@ -119,3 +121,38 @@ def test_weights_are_held_once(tiny_model, settings):
     weights = dict(AutoModelForCausalLM.from_pretrained(opened.files.path, dtype=torch.float32).state_dict())
     FusedDecoder(llama_shape(opened.hf_config), rotary_embedding(opened.hf_config), weights, opened.spec)
     assert not weights
+
+
+class Recorded:
+    """A module of kernels that notes the types each kernel is called with."""
+
+    def __init__(self, module, calls):
+        self._module, self._calls = module, calls
+
+    def __getattr__(self, name):
+        kernel = getattr(self._module, name)
+        if not callable(kernel):
+            return kernel
+
+        def call(*args):
+            self._calls.add((name, *map(numba.typeof, args)))
+            return kernel(*args)
+
+        return call
+
+
+def test_compiling_ahead_takes_in_all_that_a_run_calls_but_attention(tiny_model, engine_run, make_prompts, monkeypatch):
+    run, calls = engine_run(tiny_model("llama"), backend="cpu"), set()
+    prompts = make_prompts([3, 17, 30])
+    want = run.answer(prompts, PARAMS)
+
+    def load(name):
+        module, num_threads = load_kernels(name)
+        return Recorded(module, calls), num_threads
+
+    monkeypatch.setattr(fused, "load_kernels", load)
+    run.engine.runner._model.compile_products()
+    compiled = set(calls)
+    assert {"add_rms_norm", "rotate"} <= {name for name, *_ in compiled}
+    assert run.answer(prompts, PARAMS) == want
+    assert calls == compiled
