@@ -13,7 +13,7 @@ from ..errors import InputError, OutputError, RowError, UsageError
 from ..machine import cache_root, cpu_name, without_collector
 from ..request import Request
 from ..stats import RunStats
-from .report import PlanReport, Progress
+from .report import COMPILING, PlanReport, Progress
 from .setup import Job, device_name, estimate_plan
 
 
@@ -232,7 +232,7 @@ def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
 
         opened = open_model(config)
     if opened.precompilation is not None:
-        progress.note("compiling the CPU kernels, which takes a while, once on this machine")
+        progress.note(COMPILING)
     progress.phase(f"loading {config.model} ({opened.spec.dtype}, {opened.config.device})")
     engine = Engine(opened, stats)
     start_s = perf_counter() - stats.started

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from ..errors import EXIT_OK, EXIT_ROW_ERRORS, EXIT_STOPPED
 
+COMPILING = "compiling the CPU kernels, which takes a while, once on this machine"
+
 
 class Progress(Protocol):
     """What a job tells while it runs; the CLI shows it."""

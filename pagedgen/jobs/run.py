@@ -23,7 +23,7 @@ from .answers import Answers
 from .feed import RowFeed
 from .output import write_output
 from .reader import Group
-from .report import JobReport, Progress
+from .report import COMPILING, JobReport, Progress
 from .resume import stats_path
 from .setup import Job, estimate_plan
 
@@ -65,7 +65,7 @@ class Run:
                 return self._stopper.control() is not Control.GO_ON
 
             if self._job.opened.precompilation is not None:
-                progress.note("compiling the CPU kernels, which takes a while, once on this machine")
+                progress.note(COMPILING)
             rows, lengths = self._read_ahead(feed, stop)
             if self._stats.rows_reused:
                 progress.note(f"{self._stats.rows_reused:,} results of an earlier run are kept")
