@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from types import ModuleType
 
+import torch
+
 from ..compiled import import_compiled
 
 _SOURCES = {
@@ -12,15 +14,18 @@ _SOURCES = {
     "write": ("simd.py", "quantize.py", "write.py"),
     "rows": ("simd.py", "quantize.py", "rows.py"),
     "gemm": ("simd.py", "tiles.py", "quantize.py", "gemm.py"),
+    "layers": ("layers.py",),
     "greedy": ("simd.py", "tiles.py", "quantize.py", "gemm.py", "greedy.py"),
 }
 
 
 def load_kernels(name: str = "kernels") -> tuple[ModuleType, int]:
-    """Return a module of compiled kernels, `_SOURCES` names them, and the number of threads numba is set to."""
-    import numba  # only where kernels run: a plan or a GPU needs none of it
+    """Return a module of compiled kernels, `_SOURCES` names them, and the number of threads.
 
-    return _module(name), numba.get_num_threads()
+    That is torch's, which numba has been given too (see `threads.set_threads`): asking numba takes 30 times as long, at every
+    call of every layer.
+    """
+    return _module(name), torch.get_num_threads()
 
 
 @cache

@@ -8,6 +8,7 @@ must have been given the same number of threads as torch (`numba.set_num_threads
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +29,8 @@ _F32 = TAGS[torch.float32]
 _NARROW = np.empty(0, np.uint8)
 
 
-def _byte_strides(tensor: torch.Tensor, *dims: int) -> tuple[int, ...]:
-    size, strides = tensor.element_size(), tensor.stride()
+def byte_strides(tensor: torch.Tensor, *dims: int) -> tuple[int, ...]:
+    size, strides = tensor.itemsize, tensor.stride()
     return tuple([strides[dim] * size for dim in dims])
 
 
@@ -39,7 +40,7 @@ def _one_query_each(num_rows: int) -> torch.Tensor:
     return torch.arange(num_rows + 1, dtype=torch.int32)
 
 
-def _scale_strides(cache: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, int]:
+def scale_strides(cache: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, int]:
     """Return the address of a cache's scales and their strides in bytes (block, head); zeros where it has none."""
     if (scales is not None) != (cache.dtype == torch.int8):
         raise ValueError(f"a cache of {cache.dtype} with{'out' if scales is None else ''} scales: int8 has them, nothing else")
@@ -47,7 +48,7 @@ def _scale_strides(cache: torch.Tensor, scales: torch.Tensor | None) -> tuple[in
         return 0, 0, 0
     if scales.dtype != torch.float32 or scales.shape != cache.shape[:3] or scales.stride(2) != 1:
         raise ValueError("scales are fp32, one for each block, head and token of their cache, contiguous by token")
-    block_stride, head_stride = _byte_strides(scales, 0, 1)
+    block_stride, head_stride = byte_strides(scales, 0, 1)
     return scales.data_ptr(), block_stride, head_stride
 
 
@@ -70,15 +71,15 @@ def write_kv(
     kernels, num_threads = load_kernels("write")
     kernels.store_kv(
         key.data_ptr(),
-        _byte_strides(key, 0, 1),
+        byte_strides(key, 0, 1),
         value.data_ptr(),
-        _byte_strides(value, 0, 1),
+        byte_strides(value, 0, 1),
         key_cache.data_ptr(),
-        _byte_strides(key_cache, 0, 1, 2, 3),
+        byte_strides(key_cache, 0, 1, 2, 3),
         value_cache.data_ptr(),
-        _byte_strides(value_cache, 0, 1, 2, 3),
-        _scale_strides(key_cache, key_scales),
-        _scale_strides(value_cache, value_scales),
+        byte_strides(value_cache, 0, 1, 2, 3),
+        scale_strides(key_cache, key_scales),
+        scale_strides(value_cache, value_scales),
         slot_mapping.numpy(),
         key.shape[1],
         key.shape[2],
@@ -88,6 +89,59 @@ def write_kv(
         TAGS[key_cache.dtype],
         _F32,
     )
+
+
+class Rows(NamedTuple):
+    """Rows whose attention is one call, and how their work is cut: what `kernels.attend` takes in this order."""
+
+    block_tables: np.ndarray[Any, Any]
+    cu_seqlens_q: np.ndarray[Any, Any]
+    seq_lens_kv: np.ndarray[Any, Any]
+    row_bounds: np.ndarray[Any, Any]
+    num_shared_blocks: np.ndarray[Any, Any]
+    queries_per_item: int
+    heads_per_item: int
+
+
+def cut_rows(
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    seq_lens_kv: torch.Tensor,
+    shared: SharedPrefixes | None,
+    *,
+    max_seqlen_q: int,
+    num_heads: int,
+    num_kv_heads: int,
+    num_threads: int,
+) -> Rows:
+    """Return rows with their work items; cu_seqlens_q None: each has one query."""
+    num_rows = seq_lens_kv.shape[0]
+    if cu_seqlens_q is None:
+        cu_seqlens_q = _one_query_each(num_rows)
+    queries_per_item = max(1, _ROWS_PER_ITEM * num_kv_heads // num_heads)
+    if shared is None:
+        row_bounds, num_shared_blocks = np.array([0, num_rows], np.int32), np.zeros(1, np.int32)
+        queries_per_item = min(queries_per_item, max(1, max_seqlen_q))
+    else:
+        row_bounds, num_shared_blocks = shared.row_bounds.numpy(), shared.num_shared_blocks.numpy()
+        fair = num_rows * num_kv_heads // (_ITEMS_PER_THREAD * num_threads)
+        queries_per_item = min(queries_per_item, max(1, fair))
+    # Of rows with one query each item has all heads, which lie side by side in a block; unless that leaves threads idle.
+    alone = queries_per_item == 1 and num_rows >= _ITEMS_PER_THREAD * num_threads
+    return Rows(
+        np.ascontiguousarray(block_tables.numpy()),
+        cu_seqlens_q.numpy(),
+        seq_lens_kv.numpy(),
+        row_bounds,
+        num_shared_blocks,
+        queries_per_item,
+        num_kv_heads if alone else 1,
+    )
+
+
+def narrow_tag(block_size: int, head_dim: int) -> np.ndarray[Any, Any]:
+    """Return the tag that says whether vectors of less than 16 lanes are needed."""
+    return _NARROW if min(block_size, head_dim) < 16 else _F32
 
 
 def paged_prefill(
@@ -109,47 +163,42 @@ def paged_prefill(
     value_scales: torch.Tensor | None = None,
 ) -> None:
     """See `api.Backend.paged_prefill`. With `shared`, rows of one query: see `api.Backend.paged_decode`."""
-    num_rows, num_heads, head_dim = seq_lens_kv.shape[0], query.shape[1], query.shape[2]
+    num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = key_cache.shape[1], key_cache.shape[2]
     if key_cache.stride(2) != 1 or value_cache.stride(3) != 1 or query.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError("the cpu backend needs K transposed inside its block and V, query and out contiguous in head_dim")
     if head_dim < 4 or block_size < 4:
         raise ValueError(f"the cpu backend needs head_dim >= 4 and block_size >= 4, not {head_dim} and {block_size}")
     kernels, num_threads = load_kernels()
-    queries_per_item = max(1, _ROWS_PER_ITEM * num_kv_heads // num_heads)
-    if shared is None or sliding_window is not None:
-        row_bounds, num_shared_blocks = np.array([0, num_rows], np.int32), np.zeros(1, np.int32)
-        queries_per_item = min(queries_per_item, max(1, max_seqlen_q))
-    else:
-        row_bounds, num_shared_blocks = shared.row_bounds.numpy(), shared.num_shared_blocks.numpy()
-        fair = num_rows * num_kv_heads // (_ITEMS_PER_THREAD * num_threads)
-        queries_per_item = min(queries_per_item, max(1, fair))
-    # Of rows with one query each item has all heads, which lie side by side in a block; unless that leaves threads idle.
-    alone = queries_per_item == 1 and num_rows >= _ITEMS_PER_THREAD * num_threads
-    heads_per_item = num_kv_heads if alone else 1
+    rows = cut_rows(
+        block_tables,
+        cu_seqlens_q,
+        seq_lens_kv,
+        None if sliding_window is not None else shared,
+        max_seqlen_q=max_seqlen_q,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        num_threads=num_threads,
+    )
     kernels.attend(
         query.data_ptr(),
-        _byte_strides(query, 0, 1),
+        byte_strides(query, 0, 1),
         key_cache.data_ptr(),
-        _byte_strides(key_cache, 0, 1, 3),
+        byte_strides(key_cache, 0, 1, 3),
         value_cache.data_ptr(),
-        _byte_strides(value_cache, 0, 1, 2),
-        _scale_strides(key_cache, key_scales),
-        _scale_strides(value_cache, value_scales),
+        byte_strides(value_cache, 0, 1, 2),
+        scale_strides(key_cache, key_scales),
+        scale_strides(value_cache, value_scales),
         out.data_ptr(),
-        _byte_strides(out, 0, 1),
-        block_tables.numpy(),
-        cu_seqlens_q.numpy(),
-        seq_lens_kv.numpy(),
-        row_bounds,
-        num_shared_blocks,
+        byte_strides(out, 0, 1),
+        *rows[:5],
         _F32 if sinks is None else sinks.detach().float().numpy(),
         num_heads,
         num_kv_heads,
         head_dim,
         block_size,
-        queries_per_item,
-        heads_per_item,
+        rows.queries_per_item,
+        rows.heads_per_item,
         np.float32(scale),
         sliding_window or 0,
         np.float32(softcap or 0.0),
@@ -157,7 +206,7 @@ def paged_prefill(
         TAGS[query.dtype],
         TAGS[key_cache.dtype],
         _F32,
-        _NARROW if min(block_size, head_dim) < 16 else _F32,
+        narrow_tag(block_size, head_dim),
     )
 
 

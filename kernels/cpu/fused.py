@@ -15,7 +15,6 @@ from . import load_kernels
 _F32 = np.empty(0, np.float32)
 _UINT8, _INT16 = np.empty(0, np.uint8), np.empty(0, np.int16)
 _PAIRS = np.empty(0, np.uint32)
-_MOST_ROWS = 56  # of a product's work item: their part beside a panel's in the L1 cache, and all of them in the L2 cache
 # What tells a compiled kernel the dtype behind an address (see `simd.py`).
 TAGS: dict[torch.dtype, np.ndarray[Any, Any]] = {
     torch.float32: _F32,
@@ -108,11 +107,36 @@ def panel_width() -> int:
     return load_kernels("gemm")[0].PANEL
 
 
-def pack(weight: torch.Tensor, together: int = 1) -> torch.Tensor:
-    """Return a weight (N, C) in panels of output channels, filled up with zeros: (P, C / together, width, together).
+class Panels(NamedTuple):
+    """A weight (N, C) in panels of output channels, filled up with zeros, and what a product needs to know of it."""
 
-    Input channels that are multiplied `together` lie side by side. bf16 comes as int32 (P, C, width / 2, 1), see `gemm.py`.
+    packed: torch.Tensor  # (P, C / together, width, together); bf16 comes as int32 (P, C, width / 2, 1), see `gemm.py`
+    bias: torch.Tensor | None  # (P * width,) fp32
+    starts: torch.Tensor | None  # of whole numbers: (groups of inputs, P * width) int32, what makes up for the rows' offset
+    scales: torch.Tensor | None  # of whole numbers: (P * width,) fp32
+    width: int  # output channels, the zeros at the end included
+    operand: np.ndarray[Any, Any]  # `gemm.py`'s fields, (OPERAND_FIELDS,) int64
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Panels:
+    """Return a weight (N, C) and its bias (N,) in panels, for `product`."""
+    return _described(_in_panels(weight, 1), weight.shape[1], bias)
+
+
+def pack_int8(weight: torch.Tensor, scales: torch.Tensor, num_groups: int = 1, bias: torch.Tensor | None = None) -> Panels:
+    """Return a weight (N, C) int8 of magnitudes to 127, to be multiplied by `scales` (N,), its inputs in equal groups.
+
+    A group's inputs are a multiple of 4. For `product_int8`.
     """
+    together = load_kernels("gemm")[0].TOGETHER
+    packed = _in_panels(weight, together)
+    offset = 128 if together == 4 else 0  # of the rows' numbers, see `quantize`
+    starts = -offset * weight.view(weight.shape[0], num_groups, -1).sum(dim=2, dtype=torch.int32).t()
+    return _described(packed, weight.shape[1], bias, starts, scales)
+
+
+def _in_panels(weight: torch.Tensor, together: int) -> torch.Tensor:
+    """Input channels that are multiplied `together` lie side by side."""
     width = panel_width()
     out_features, in_features = weight.shape
     filled = torch.nn.functional.pad(weight, (0, 0, 0, -out_features % width))
@@ -121,74 +145,65 @@ def pack(weight: torch.Tensor, together: int = 1) -> torch.Tensor:
     return filled.view(-1, width, in_features // together, together).transpose(1, 2).contiguous()
 
 
-def product(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool = False
-) -> None:
-    """out = x @ weight^T + bias. x (T, C) fp32, packed by `pack`, bias (P * width,) fp32, out (T, P * width).
+def _described(
+    packed: torch.Tensor,
+    in_features: int,
+    bias: torch.Tensor | None,
+    starts: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> Panels:
+    width = packed.shape[0] * panel_width()
+
+    def filled(of_channels: torch.Tensor | None) -> torch.Tensor | None:
+        if of_channels is None:
+            return None
+        return torch.nn.functional.pad(of_channels, (0, width - of_channels.shape[-1])).contiguous()
+
+    starts, scales, bias = filled(starts), filled(scales), filled(None if bias is None else bias.detach().float())
+    gemm = load_kernels("gemm")[0]
+    operand = np.zeros(gemm.OPERAND_FIELDS, np.int64)
+    for field, tensor in ((gemm.PACKED, packed), (gemm.STARTS, starts), (gemm.SCALES, scales), (gemm.BIAS, bias)):
+        operand[field] = 0 if tensor is None else tensor.data_ptr()
+    operand[gemm.INPUTS], operand[gemm.PANELS] = in_features, packed.shape[0]
+    operand[gemm.GROUPS] = 1 if starts is None else starts.shape[0]
+    return Panels(packed, bias, starts, scales, width, operand)
+
+
+def product(x: torch.Tensor, weight: Panels, out: torch.Tensor, *, gated: bool = False) -> None:
+    """out (T, P * width) = x @ weight^T + bias. x (T, C) fp32, the weight packed by `pack`.
 
     gated: out (T, P / 2 * width) = silu(the first half) * the second.
     """
     kernels, num_threads = load_kernels("gemm")
-    num_panels, in_features = packed.shape[:2]
     kernels.product(
         x.data_ptr(),
-        packed.data_ptr(),
-        _F32 if bias is None else bias.numpy(),
+        weight.operand,
         out.data_ptr(),
         x.shape[0],
-        in_features,
-        num_panels,
         2 if gated else 1,
-        _rows_per_item(x.shape[0], kernels.ROWS_TOGETHER),
         num_threads,
-        _tag_of_panels(packed),
+        _F32,
+        tag_of_panels(weight),
         TAGS[out.dtype],
         _F32,
     )
 
 
-class Int8Panels(NamedTuple):
-    """A weight (N, C) of whole numbers in panels, for `product_int8`."""
-
-    packed: torch.Tensor  # (P, C / together, width, together) int8
-    starts: torch.Tensor  # (groups of inputs, P * width) int32: what makes up for the rows' offset
-    scales: torch.Tensor  # (P * width,) fp32
-
-
-def pack_int8(weight: torch.Tensor, scales: torch.Tensor, num_groups: int = 1) -> Int8Panels:
-    """Return a weight (N, C) int8 of magnitudes to 127, to be multiplied by `scales` (N,), its inputs in equal groups.
-
-    A group's inputs are a multiple of 4.
-    """
-    together = load_kernels("gemm")[0].TOGETHER
-    packed = pack(weight, together)
-    extra = packed.shape[0] * packed.shape[2] - weight.shape[0]
-    offset = 128 if together == 4 else 0  # of the rows' numbers, see `quantize`
-    starts = -offset * weight.view(weight.shape[0], num_groups, -1).sum(dim=2, dtype=torch.int32).t()
-    return Int8Panels(packed, *(torch.nn.functional.pad(t, (0, extra)).contiguous() for t in (starts, scales)))
-
-
-def product_int8(x: torch.Tensor, weight: Int8Panels, out: torch.Tensor, *, gated: bool = False) -> None:
-    """out (T, P * width) = x @ weight^T, each of the weight's groups of a row of x (T, C) rounded by its own scale.
+def product_int8(x: torch.Tensor, weight: Panels, out: torch.Tensor, *, gated: bool = False) -> None:
+    """out (T, P * width) = x @ weight^T + bias, each of the weight's groups of a row of x (T, C) rounded by its own scale.
 
     gated: out (T, P / 2 * width) = silu(the first half) * the second.
     """
     kernels, num_threads = load_kernels("gemm")
     kernels.product_int8(
         x.data_ptr(),
-        weight.packed.data_ptr(),
-        weight.starts.numpy(),
-        weight.scales.numpy(),
+        weight.operand,
         out.data_ptr(),
         x.shape[0],
-        x.shape[1],
-        weight.starts.shape[0],
-        weight.packed.shape[0],
         2 if gated else 1,
-        _rows_per_item(x.shape[0], kernels.ROWS_TOGETHER),
         num_threads,
         TAGS[x.dtype],
-        _UINT8 if kernels.TOGETHER == 4 else _INT16,
+        tag_of_panels(weight),
         TAGS[out.dtype],
         _F32,
     )
@@ -196,21 +211,23 @@ def product_int8(x: torch.Tensor, weight: Int8Panels, out: torch.Tensor, *, gate
 
 def best_channels(
     x: torch.Tensor,
-    packed: torch.Tensor,
-    whole: Int8Panels,
+    panels: Panels,
+    whole: Panels,
     rounded: torch.Tensor,
     slack: torch.Tensor,
     num_channels: int,
 ) -> torch.Tensor:
     """Return ids (T,) int64 of each row's largest product with the first `num_channels` of a weight; -1 where it isn't finite.
 
-    x (T, C) fp32, packed by `pack`; see `greedy.best_channels` for the rest.
+    x (T, C) fp32; see `greedy.best_channels` for the rest.
     """
+    assert whole.starts is not None
+    assert whole.scales is not None
     kernels, num_threads = load_kernels("greedy")
     best = torch.empty(x.shape[0], dtype=torch.int64)
     kernels.best_channels(
         x.numpy(),
-        packed.data_ptr(),
+        panels.packed.data_ptr(),
         whole.packed.data_ptr(),
         whole.starts[0].numpy(),
         whole.scales.numpy(),
@@ -218,22 +235,18 @@ def best_channels(
         slack.numpy(),
         best.numpy(),
         num_channels,
-        _rows_per_item(x.shape[0], kernels.ROWS_TOGETHER),
         num_threads,
-        _tag_of_panels(packed),
+        tag_of_panels(panels),
         _F32,
     )
     return best
 
 
-def _tag_of_panels(packed: torch.Tensor) -> np.ndarray[Any, Any]:
-    return _PAIRS if packed.dtype == torch.int32 else TAGS[packed.dtype]
-
-
-def _rows_per_item(num_rows: int, rows_together: int) -> int:
-    """Return how many rows a product's work item takes: all items alike, in whole steps of what is multiplied together."""
-    num_items = max(1, -(-num_rows // _MOST_ROWS))
-    return max(1, -(-num_rows // (num_items * rows_together))) * rows_together
+def tag_of_panels(weight: Panels) -> np.ndarray[Any, Any]:
+    """Return the tag of a weight's dtype; of whole numbers, that of the rows rounded to meet it."""
+    if weight.scales is not None:
+        return _UINT8 if load_kernels("gemm")[0].TOGETHER == 4 else _INT16
+    return _PAIRS if weight.packed.dtype == torch.int32 else TAGS[weight.packed.dtype]
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype = torch.uint8, num_groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

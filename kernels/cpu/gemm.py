@@ -25,13 +25,25 @@ from .simd import (
     vsilu,
     widen_bytes,
 )
-from .tiles import LANES, TOGETHER, aligned_floats, dot_tile, pv_tile
-from .tiles import ROWS_TOGETHER as ROWS_TOGETHER
+from .tiles import LANES, ROWS_TOGETHER, TOGETHER, aligned_floats, dot_tile, pv_tile
 
 PANEL = 2 * LANES
 _VECTORS = PANEL // 16
+# What a product needs to know of its weight, one int64 each: addresses (0 where there is none) and sizes. starts, scales and
+# the number of groups are those of weights in whole numbers, see `product_int8`.
+PACKED, STARTS, SCALES, BIAS, INPUTS, GROUPS, PANELS = range(7)
+OPERAND_FIELDS = 7
+_MOST_ROWS = 56  # of a work item: their part beside a panel's in the L1 cache, and all of them in the L2 cache
 _RUNS_PER_THREAD = 8  # so few that a run is a long stretch of memory, so many that threads end together
 _DEPTH = 384  # most input channels of a slice: in 16 bits 12 or 24 KiB, beside the rows' part in an L1 cache
+
+
+@njit(boundscheck=False, error_model="numpy")
+def rows_per_item_of(num_rows):
+    """How many rows a work item takes: all items alike, in whole steps of what is multiplied together."""
+    num_items = max(1, (num_rows + _MOST_ROWS - 1) // _MOST_ROWS)
+    step = num_items * ROWS_TOGETHER
+    return max(1, (num_rows + step - 1) // step) * ROWS_TOGETHER
 
 
 @njit(boundscheck=False, error_model="numpy")
@@ -102,14 +114,15 @@ def _store_rows(sums, up, target, target_row, count, out_tag, f32):
 
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
-def product(
-    x, packed, bias, out, num_rows, in_features, num_panels, together, rows_per_item, num_threads, weight_tag, out_tag, f32
-):  # fmt: skip
+def product(x, operand, out, num_rows, together, num_threads, x_tag, weight_tag, out_tag, f32):
     """out = x @ weight^T + bias; with `together` = 2, not 1, gated.
 
-    x (rows, in_features) fp32, packed (num_panels, in_features, PANEL) of the weight tag's dtype, out (rows, num_panels * PANEL
-    / together) of the other tag's: addresses of contiguous arrays. bias (num_panels * PANEL,) fp32 or empty.
+    x (rows, in_features) fp32 and out (rows, num_panels * PANEL / together) of its tag's dtype: addresses of contiguous arrays.
+    operand: the fields above, of packed (num_panels, in_features, PANEL) of the weight tag's dtype and bias (num_panels *
+    PANEL,) fp32.
     """
+    packed, bias, in_features, num_panels = operand[PACKED], operand[BIAS], operand[INPUTS], operand[PANELS]
+    rows_per_item = rows_per_item_of(num_rows)
     num_groups = num_panels // together
     num_items = num_items_of(num_groups, num_rows, rows_per_item)
     taken = np.zeros(1, np.int64)
@@ -122,8 +135,8 @@ def product(
             for part in range(together):
                 panel, own = group + part * num_groups, sums[part * count : (part + 1) * count]
                 panel_sums(x + first * in_features * 4, packed, panel, in_features, count, own, ones, weight_tag)
-                if bias.shape[0] > 0:
-                    _add_bias(own.ctypes.data, bias.ctypes.data + panel * PANEL * 4, count, f32)
+                if bias != 0:
+                    _add_bias(own.ctypes.data, bias + panel * PANEL * 4, count, f32)
             up = sums.ctypes.data + count * PANEL * 4 if together > 1 else 0
             row_bytes = num_groups * PANEL * out_tag.itemsize
             target = out + first * row_bytes + group * PANEL * out_tag.itemsize
@@ -158,25 +171,25 @@ def whole_sums(
 
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
-def product_int8(
-    x, packed, starts, scales, out, num_rows, in_features, num_groups, num_panels, together, rows_per_item, num_threads, tag,
-    whole_tag, out_tag, f32
-):  # fmt: skip
-    """out = x @ weight^T in whole numbers and scales; with `together` = 2, not 1, gated.
+def product_int8(x, operand, out, num_rows, together, num_threads, x_tag, whole_tag, out_tag, f32):
+    """out = x @ weight^T + bias in whole numbers and scales; with `together` = 2, not 1, gated.
 
-    x (rows, in_features) of its tag's dtype. packed (num_panels, in_features / TOGETHER, PANEL, TOGETHER) int8; out (rows,
-    num_panels * PANEL / together) of its tag's dtype: addresses of contiguous arrays. A row is rounded to whole numbers, the
-    whole tag's int16, or uint8 with 128 for 0 where TOGETHER is 4, by a scale for each of `num_groups` groups of neighbouring
-    inputs; a channel has a scale, scales (num_panels * PANEL,) fp32. starts (num_groups, num_panels * PANEL) int32: for rows of
-    bytes, -128 times each channel's sum of a group's weights. A group's inputs times the largest whole number are
+    x (rows, in_features) and out (rows, num_panels * PANEL / together) of their tags' dtypes: addresses of contiguous arrays.
+    operand: the fields above, of packed (num_panels, in_features / TOGETHER, PANEL, TOGETHER) int8. A row is rounded to whole
+    numbers, the whole tag's int16, or uint8 with 128 for 0 where TOGETHER is 4, by a scale for each of a number of groups of
+    neighbouring inputs; a channel has one of scales (num_panels * PANEL,) fp32. starts (groups, num_panels * PANEL) int32: for
+    rows of bytes, -128 times each channel's sum of a group's weights. A group's inputs times the largest whole number are
     below 2**24; of several groups each is one slice.
     """
+    packed, starts, scales, bias = operand[PACKED], operand[STARTS], operand[SCALES], operand[BIAS]
+    in_features, num_groups, num_panels = operand[INPUTS], operand[GROUPS], operand[PANELS]
+    rows_per_item = rows_per_item_of(num_rows)
     num_parts, num_words = num_panels // together, in_features // TOGETHER
     group_words, group_inputs = num_words // num_groups, in_features // num_groups
     words, row_scales = np.empty(num_rows * num_words, np.int32), np.empty(num_rows * num_groups, np.float32)
     for part in prange(num_rows * num_groups):
-        source, target = x + part * group_inputs * tag.itemsize, words.ctypes.data + part * group_words * 4
-        row_scales[part] = quantize_row(source, target, group_inputs, tag, whole_tag)
+        source, target = x + part * group_inputs * x_tag.itemsize, words.ctypes.data + part * group_words * 4
+        row_scales[part] = quantize_row(source, target, group_inputs, x_tag, whole_tag)
 
     num_items = num_items_of(num_parts, num_rows, rows_per_item)
     row_bytes = num_parts * PANEL * out_tag.itemsize
@@ -193,14 +206,16 @@ def product_int8(
                 added, added_row = no_totals.ctypes.data, 0
                 for group in range(num_groups):
                     word = group * group_words
-                    channels = scales.ctypes.data + panel * PANEL * 4 if group == num_groups - 1 else ones.ctypes.data
+                    channels = scales + panel * PANEL * 4 if group == num_groups - 1 else ones.ctypes.data
                     whole_sums(
                         words.ctypes.data + (first * num_words + word) * 4, num_words * 4,
                         packed + (panel * num_words + word) * TOGETHER * PANEL,
-                        starts.ctypes.data + (group * num_panels + panel) * PANEL * 4, own, group_words, count, words_buf,
+                        starts + (group * num_panels + panel) * PANEL * 4, own, group_words, count, words_buf,
                         row_scales.ctypes.data + (first * num_groups + group) * 4, num_groups * 4, added, added_row, channels,
                     )  # fmt: skip
                     added, added_row = own, PANEL * 4
+                if bias != 0:
+                    _add_bias(own, bias + panel * PANEL * 4, count, f32)
             up = totals.ctypes.data + count * PANEL * 4 if together > 1 else 0
             target = out + first * row_bytes + first_panel * PANEL * out_tag.itemsize
             _store_rows(totals.ctypes.data, up, target, row_bytes, count, out_tag, f32)

@@ -12,8 +12,7 @@ import numpy as np
 from numba import njit, prange
 
 from ..disk_cache import locked
-from .gemm import PANEL, item_of, next_item, num_items_of, panel_sums, whole_sums
-from .gemm import ROWS_TOGETHER as ROWS_TOGETHER
+from .gemm import PANEL, item_of, next_item, num_items_of, panel_sums, rows_per_item_of, whole_sums
 from .simd import hmax, keep_lanes, load, load_sums, splat, vadd, vmax, vmul, vsub
 from .tiles import TOGETHER
 
@@ -68,8 +67,7 @@ def _bounds(sums, scales, rounded, slack, scale, norm, first_channel, num_channe
 @locked
 @njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
 def best_channels(
-    x, packed, packed_int8, starts, scales, rounded, slack, best, num_channels, rows_per_item, num_threads, weight_tag,
-    f32,
+    x, packed, packed_int8, starts, scales, rounded, slack, best, num_channels, num_threads, weight_tag, f32
 ):  # fmt: skip
     """best[r] = the first of the channels with the largest x[r] @ weight^T, among the first `num_channels`; -1: not finite.
 
@@ -80,6 +78,7 @@ def best_channels(
     num_rows, in_features = x.shape
     num_panels = (num_channels + PANEL - 1) // PANEL
     num_words = in_features // TOGETHER
+    rows_per_item = rows_per_item_of(num_rows)
     words = np.empty((num_rows, _PARTS * in_features), _WHOLE)
     row_scales, norms = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
     highest = np.empty((num_rows, num_panels), np.float32)

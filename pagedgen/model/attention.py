@@ -139,8 +139,8 @@ def attend(
     cache = step.cache_layers[layer_id]
     live, decodes = step.num_tokens, step.num_decodes
     step.backend.write_kv(
-        key[:live],
-        value[:live],
+        _first(key, live),
+        _first(value, live),
         cache.key,
         cache.value,
         step.slot_mapping,
@@ -151,12 +151,12 @@ def attend(
         out[live:] = 0
     if decodes:
         step.backend.paged_decode(
-            query[:decodes],
+            _first(query, decodes),
             cache.key,
             cache.value,
             step.decode_block_tables,
             step.decode_seq_lens,
-            out[:decodes],
+            _first(out, decodes),
             shared=step.decode_shared,
             key_scales=cache.key_scales,
             value_scales=cache.value_scales,
@@ -176,6 +176,11 @@ def attend(
             value_scales=cache.value_scales,
             **options,
         )
+
+
+def _first(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the first rows; of all there are no view has to be made, which takes as long as a small kernel."""
+    return rows if rows.shape[0] == count else rows[:count]
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:

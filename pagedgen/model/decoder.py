@@ -11,16 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..kernels.cpu import attention as cpu_backend
 from ..kernels.cpu import fused
+from ..kernels.cpu.stack import LayerStack, LayerWeights, StackBuffers
 from .attention import AttentionStep, attend
 from .checkpoint import Weights
 from .greedy_head import make_greedy_head
-from .linear import RowInvariantProduct, common_buckets, split_rows
+from .linear import RowInvariantLinear, RowInvariantProduct, common_buckets, split_rows
 from .llama_shape import LlamaShape, Rotary
+from .panels import Space
 from .products import Product, as_linear, make_product
 from .spec import ModelSpec
 
@@ -57,8 +61,22 @@ class _Buffers:
     key: torch.Tensor  # (rows, Hkv, D)
     value: torch.Tensor
     attended: torch.Tensor  # (rows, H, D)
-    activated: torch.Tensor  # (largest chunk, intermediate)
-    product: torch.Tensor  # of one product at a time: flat fp32
+    activated: Space  # (largest chunk, intermediate)
+    product: Space  # of one product at a time
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The rows that run through a layer together: views of the buffers, made once a step and not in every layer."""
+
+    residual: torch.Tensor
+    normed: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attended: torch.Tensor  # (rows, H * D)
+    cos: torch.Tensor  # (rows, D) fp32
+    sin: torch.Tensor
 
 
 class FusedDecoder:
@@ -92,6 +110,7 @@ class FusedDecoder:
         self._head = make_product(head, spec, invariant)
         self._greedy_head = make_greedy_head(head, self._head, self._dtype)
         self._products = (self._layers[0].qkv, self._layers[0].out, self._layers[0].gate_up, self._layers[0].down)
+        self._stack = self._make_stack()
         self._buffers: _Buffers | None = None
 
     def __call__(
@@ -112,27 +131,72 @@ class FusedDecoder:
         work = self._work_space(rows)
         residual = work.residual[:rows].copy_(self._embedding[ids])
         cos, sin = self._rotary(places)
-        for start, end in chunks:
-            fused.add_rms_norm(residual[start:end], None, self._layers[0].input_norm, work.normed[start:end], self._eps)
-            self._project(0, start, end, cos, sin, work)
-        last = len(self._layers) - 1
+        if self._stack is not None and step is not None and step.backend is cpu_backend:
+            self._run_stack(self._stack, step, rows, cos, sin, work)
+        else:
+            self._run_layers(step, chunks, cos, sin, work)
+        return self._answer(residual, work.attended[:rows].flatten(1), sample_positions, buckets, work, best_among)
+
+    def _run_layers(
+        self, step: AttentionStep | None, chunks: list[tuple[int, int]], cos: torch.Tensor, sin: torch.Tensor, work: _Buffers
+    ) -> None:
+        """Run all layers, kernel by kernel, but for the last one's products after attention."""
+        rows = chunks[-1][1]
+        views = [_view(work, start, end, cos, sin) for start, end in chunks]
+        query, key, value, attended = (t[:rows] for t in (work.query, work.key, work.value, work.attended))
+        delta: torch.Tensor | None
         for index, layer in enumerate(self._layers):
-            attended = work.attended[:rows]
+            for chunk in views:
+                delta = (
+                    self._mix(self._layers[index - 1], chunk.residual, chunk.attended, chunk.normed, work) if index else None
+                )
+                fused.add_rms_norm(chunk.residual, delta, layer.input_norm, chunk.normed, self._eps)
+                qkv = layer.qkv.rows(chunk.normed, work.product)
+                fused.rotate(qkv, chunk.cos, chunk.sin, layer.head_norms, chunk.query, chunk.key, chunk.value, self._eps)
             if step is None:
                 attended.zero_()
             else:
                 attend(
-                    step, index, work.query[:rows], work.key[:rows], work.value[:rows], attended,
+                    step, index, query, key, value, attended,
                     scale=self._scale, sliding_window=layer.window, softcap=None, sinks=None,
                 )  # fmt: skip
-            if index == last:
-                break
-            for start, end in chunks:
-                delta = self._mix(layer, residual[start:end], attended[start:end], work.normed[start:end], work)
-                next_norm = self._layers[index + 1].input_norm
-                fused.add_rms_norm(residual[start:end], delta, next_norm, work.normed[start:end], self._eps)
-                self._project(index + 1, start, end, cos, sin, work)
-        return self._answer(residual, attended, sample_positions, buckets, work, best_among)
+
+    def _run_stack(
+        self, stack: LayerStack, step: AttentionStep, rows: int, cos: torch.Tensor, sin: torch.Tensor, work: _Buffers
+    ) -> None:
+        """What `_run_layers` does, bit for bit, in one call."""
+        chunk = min(rows, _LARGEST_CHUNK)
+        buffers = StackBuffers(
+            residual=work.residual[:rows],
+            normed=work.normed[:rows],
+            query=work.query[:rows],
+            key=work.key[:rows],
+            value=work.value[:rows],
+            attended=work.attended[:rows],
+            cos=cos,
+            sin=sin,
+            activated=work.activated.rows(chunk, self._intermediate, self._dtype),
+            product=work.product.rows(chunk, self._widest_product, self._dtype),
+        )
+        stack.run(buffers, step)
+
+    def _make_stack(self) -> LayerStack | None:
+        """Return the layers as one call; None where products are a library's, or need a step between them in Python."""
+        found, forms = [], set[Any]()
+        for layer in self._layers:
+            products = [_whole_panels(p) for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+            panels = [p for p in products if p is not None]
+            if len(panels) < len(products) or self._dtype != torch.float32 or self._intermediate % fused.panel_width():
+                return None
+            forms.update(fused.tag_of_panels(p).dtype for p in panels)
+            found.append(LayerWeights(layer.input_norm, layer.post_norm, layer.head_norms, layer.window, *panels))
+        return LayerStack(found, heads=self._heads, eps=self._eps, scale=self._scale) if len(forms) == 1 else None
+
+    @property
+    def _widest_product(self) -> int:
+        """Of those whose outputs are kept."""
+        num_heads, num_kv_heads, head_dim = self._heads
+        return max(self._embedding.shape[1], (num_heads + 2 * num_kv_heads) * head_dim)
 
     def compile_products(self) -> None:
         """See `Forward.compile_products`: one row through the last layer."""
@@ -145,21 +209,15 @@ class FusedDecoder:
         """See `forward.Forward.thin`: the last layer alone."""
         other = copy(self)
         other._layers, other._buffers = self._layers[-1:], None
+        other._stack = other._make_stack()
         return other
-
-    def _project(self, index: int, start: int, end: int, cos: torch.Tensor, sin: torch.Tensor, work: _Buffers) -> None:
-        """Compute query, key and value of the rows [start, end) from their normed states."""
-        layer = self._layers[index]
-        qkv = layer.qkv.rows(work.normed[start:end], work.product)
-        query, key, value = work.query[start:end], work.key[start:end], work.value[start:end]
-        fused.rotate(qkv, cos[start:end], sin[start:end], layer.head_norms, query, key, value, self._eps)
 
     def _mix(
         self, layer: _Layer, residual: torch.Tensor, attended: torch.Tensor, normed: torch.Tensor, work: _Buffers
     ) -> torch.Tensor:
         """Add attention's output to the residual; return the feed-forward network's, yet to be added."""
-        fused.add_rms_norm(residual, layer.out.rows(attended.flatten(1), work.product), layer.post_norm, normed, self._eps)
-        activated = work.activated[: residual.shape[0]]
+        fused.add_rms_norm(residual, layer.out.rows(attended, work.product), layer.post_norm, normed, self._eps)
+        activated = work.activated.rows(normed.shape[0], self._intermediate, self._dtype)
         layer.gate_up.gated(normed, activated, work.product)
         return layer.down.rows(activated, work.product)
 
@@ -172,16 +230,17 @@ class FusedDecoder:
         work: _Buffers,
         best_among: int | None,
     ) -> torch.Tensor:
-        """Run the last layer's products and the head on the rows that are sampled: return their logits or best ids."""
-        layer = self._layers[-1]
+        """Run the last layer's products and the head on the rows that are sampled: return their logits or best ids.
+
+        residual (T, hidden), attended (T, H * D).
+        """
         parts = []
         for start, end in _chunks(sampled.shape[0], buckets):
             taken = sampled[start:end]
             rows = torch.cat([taken, taken.new_zeros(end - start - taken.shape[0])])  # filled up with any row
-            states = residual[rows]
-            delta = self._mix(layer, states, attended[rows], work.normed[: end - start], work)
-            fused.add_rms_norm(states, delta, self._norm, work.normed[: end - start], self._eps)
-            states = work.normed[: end - start]
+            added_to, states = residual[rows], work.normed[: end - start]
+            delta = self._mix(self._layers[-1], added_to, attended[rows], states, work)
+            fused.add_rms_norm(added_to, delta, self._norm, states, self._eps)
             if best_among is None or self._greedy_head is None:
                 parts.append(self._head(states)[: taken.shape[0]])
             else:
@@ -206,10 +265,31 @@ class FusedDecoder:
                 key=empty(rows, kv_heads, head_dim),
                 value=empty(rows, kv_heads, head_dim),
                 attended=empty(rows, heads, head_dim),
-                activated=empty(_LARGEST_CHUNK, self._intermediate),
-                product=torch.empty(_LARGEST_CHUNK * max(hidden, (heads + 2 * kv_heads) * head_dim)),
+                activated=Space(_LARGEST_CHUNK * self._intermediate),
+                product=Space(_LARGEST_CHUNK * self._widest_product),
             )
         return self._buffers
+
+
+def _whole_panels(product: Product) -> fused.Panels | None:
+    """Return the weight of a product of our own, unless its panels are filled up."""
+    panels = None if isinstance(product, RowInvariantLinear) else product.panels
+    return panels if panels is not None and panels.width == product.out_features else None
+
+
+def _view(work: _Buffers, start: int, end: int, cos: torch.Tensor, sin: torch.Tensor) -> _Chunk:
+    """Return the buffers' rows [start, end) as a chunk."""
+    rows = slice(start, end)
+    return _Chunk(
+        residual=work.residual[rows],
+        normed=work.normed[rows],
+        query=work.query[rows],
+        key=work.key[rows],
+        value=work.value[rows],
+        attended=work.attended[rows].flatten(1),
+        cos=cos[rows],
+        sin=sin[rows],
+    )
 
 
 def _chunks(num_rows: int, buckets: tuple[int, ...]) -> list[tuple[int, int]]:

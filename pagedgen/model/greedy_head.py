@@ -28,7 +28,7 @@ class GreedyHead:
 
     def __init__(self, linear: nn.Linear, panels: PanelLinear):
         in_features = linear.in_features
-        self._packed = panels.packed
+        self._panels = panels.panels
         quantized, scales, slack, rounded = [], [], [], []
         for part in linear.weight.detach().split(_CHANNELS_AT_ONCE):
             weight = part.float()
@@ -46,7 +46,7 @@ class GreedyHead:
 
     def __call__(self, x: torch.Tensor, num_token_ids: int) -> torch.Tensor:
         """Return ids (T,) of the largest logits of states x (T, in_features) among `num_token_ids`; -1 where not finite."""
-        return fused.best_channels(x, self._packed, self._whole, self._rounded, self._slack, num_token_ids)
+        return fused.best_channels(x, self._panels, self._whole, self._rounded, self._slack, num_token_ids)
 
 
 def make_greedy_head(linear: nn.Linear, head: nn.Module, dtype: torch.dtype) -> GreedyHead | None:

@@ -11,14 +11,13 @@ products in 16 bits, which hold them only if weights have 7 bits: how many level
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..kernels.cpu import fused
 from .linear import ROW_BUCKETS
-from .panels import NO_SPACE, panels_pay, taken_from
+from .panels import NO_SPACE, Space, panels_pay
 
 # oneDNN makes a kernel for every number of rows it meets: they are kept few.
 _ROWS_STEP = 16
@@ -75,31 +74,29 @@ class Int8Linear(nn.Module):
         self._num_groups = num_groups
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self._ours = panels_pay(torch.int8)
+        self.panels: fused.Panels | None = None  # where the product is ours
         quantized, scales = quantize_channels(linear.weight.detach().float(), weight_levels())
-        # Not buffers: an opaque oneDNN layout has no strides that nn.Module could handle.
-        self._operands: Any
-        if self._ours:
-            self._operands = fused.pack_int8(quantized, scales, num_groups)
+        if panels_pay(torch.int8):
+            self.panels = fused.pack_int8(quantized, scales, num_groups, linear.bias)
         else:
             parts = [part.contiguous() for part in quantized.chunk(num_groups, dim=1)]
             packed = [torch.ops.onednn.qlinear_prepack(part, [max(ROW_BUCKETS), part.shape[1]]) for part in parts]
+            # Not buffers: an opaque oneDNN layout has no strides that nn.Module could handle.
             self._operands = (packed, scales, torch.zeros(self.out_features, dtype=torch.int64))
 
     def buckets(self) -> tuple[int, ...]:
         """Return the numbers of rows to call with: all agree, oneDNN's are few; none where any number is as good."""
-        return () if self._ours else ROW_BUCKETS
+        return () if self.panels is not None else ROW_BUCKETS
 
-    def rows(self, x: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
-        """Return the product (T, out_features) fp32 of x (T, in_features), in `space` where it has room; see `taken_from`."""
-        if self._ours:
-            product = taken_from(space, x.shape[0], self._operands.scales.shape[0], torch.float32)
-            fused.product_int8(x, self._operands, product)
-            if product.shape[1] > self.out_features:
-                product = product[:, : self.out_features].contiguous()
-        else:
+    def rows(self, x: torch.Tensor, space: Space) -> torch.Tensor:
+        """Return the product (T, out_features) fp32 of x (T, in_features), contiguous, in `space` where it has room."""
+        if self.panels is None:
             product = self._by_library(x)
-        return product if self.bias is None else product.add_(self.bias)
+            return product if self.bias is None else product.add_(self.bias)
+        width = self.panels.width
+        product = space.rows(x.shape[0], width, torch.float32)
+        fused.product_int8(x, self.panels, product)
+        return product if width == self.out_features else product[:, : self.out_features].contiguous()
 
     def _by_library(self, x: torch.Tensor) -> torch.Tensor:
         packed, scales, zero_points = self._operands
@@ -112,17 +109,17 @@ class Int8Linear(nn.Module):
         assert total is not None
         return total
 
-    def gated(self, x: torch.Tensor, out: torch.Tensor, space: torch.Tensor) -> None:
+    def gated(self, x: torch.Tensor, out: torch.Tensor, space: Space) -> None:
         """out (T, out_features / 2) = silu(the first half of the product) * the second."""
-        if not self._ours or self.bias is not None or self.out_features % (2 * fused.panel_width()):
+        if self.panels is None or self.out_features % (2 * fused.panel_width()):
             fused.silu_mul(self.rows(x, space), out)
         else:
-            fused.product_int8(x, self._operands, out, gated=True)
+            fused.product_int8(x, self.panels, out, gated=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
         count = rows.shape[0]
-        if not self._ours:
+        if self.panels is None:
             rows = nn.functional.pad(rows, (0, 0, 0, -count % _ROWS_STEP))
         product = self.rows(rows, NO_SPACE)[:count]
         return product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels.cpu import fused
 from ..machine import cache_root, cpu_flags, cpu_name
+from .panels import Space
 
 ROW_BUCKETS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512)
 CANONICAL_ROWS = 64
@@ -223,11 +224,11 @@ class RowInvariantLinear(nn.Module):
         """Return the row buckets that agree at the current number of threads; maybe none."""
         return self._invariant.buckets(self._kind, self._shape, self._dtype, has_bias=self.bias is not None)
 
-    def rows(self, x: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
+    def rows(self, x: torch.Tensor, space: Space) -> torch.Tensor:
         """Return the product (T, out_features) of x (T, in_features). The library brings its memory: `space` is not used."""
         return self(x)
 
-    def gated(self, x: torch.Tensor, out: torch.Tensor, space: torch.Tensor) -> None:
+    def gated(self, x: torch.Tensor, out: torch.Tensor, space: Space) -> None:
         """out (T, out_features / 2) = silu(the first half of the product) * the second."""
         fused.silu_mul(self(x), out)
 

@@ -23,14 +23,34 @@ def panels_pay(dtype: torch.dtype) -> bool:
     return {"avx2", "fma"} <= flags and not flags & _LIBRARIES_HAVE.get(dtype, set())
 
 
-NO_SPACE = torch.empty(0)
+class Space:
+    """Memory for one product at a time, kept from step to step: fresh memory would cost a page fault every 4 KiB.
+
+    Its views are kept too. Steps of a job have the same few shapes again and again, and to make a view takes as long as a
+    small kernel.
+    """
+
+    _MOST_VIEWS = 1024
+
+    def __init__(self, num_floats: int):
+        self._flat = torch.empty(num_floats)
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return (num_rows, width) of the space, or new memory where it has no room."""
+        shape = (num_rows, width, dtype)
+        view = self._views.get(shape)
+        if view is None:
+            room = self._flat.view(dtype)
+            if num_rows * width > room.shape[0]:
+                return torch.empty(num_rows, width, dtype=dtype)
+            if len(self._views) == self._MOST_VIEWS:
+                self._views.clear()
+            view = self._views[shape] = room[: num_rows * width].view(num_rows, width)
+        return view
 
 
-def taken_from(space: torch.Tensor, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return (num_rows, width) of a flat fp32 work space, or new memory where it has no room: that costs page faults."""
-    count = num_rows * width
-    room = space.view(dtype)
-    return (room[:count] if count <= room.shape[0] else torch.empty(count, dtype=dtype)).view(num_rows, width)
+NO_SPACE = Space(0)
 
 
 class PanelLinear(nn.Module):
@@ -40,38 +60,34 @@ class PanelLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        panels = fused.pack(_smallest(linear.weight.detach()))
-        self._width = panels.shape[0] * fused.panel_width()
-        extra = self._width - self.out_features
-        wide_bias = None if self.bias is None else nn.functional.pad(self.bias.detach().float(), (0, extra))
         # Not parameters: their shape is nobody else's business.
-        self._operands = (panels, wide_bias)
-
-    @property
-    def packed(self) -> torch.Tensor:
-        """The weight as `fused.pack` made it."""
-        return self._operands[0]
+        self.panels = fused.pack(_smallest(linear.weight.detach()), linear.bias)
 
     def buckets(self) -> tuple[int, ...]:
         """Return the numbers of rows to call with; none are better than others."""
         return ()
 
-    def rows(self, x: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
-        """Return the product (T, out_features) of x (T, in_features), in `space` where it has room; see `taken_from`."""
-        out = taken_from(space, x.shape[0], self._width, x.dtype)
-        fused.product(x.float().contiguous(), *self._operands, out)
-        return out if self._width == self.out_features else out[:, : self.out_features].contiguous()
+    def rows(self, x: torch.Tensor, space: Space) -> torch.Tensor:
+        """Return the product (T, out_features) of x (T, in_features), contiguous, in `space` where it has room."""
+        width = self.panels.width
+        out = space.rows(x.shape[0], width, x.dtype)
+        fused.product(_in_fp32(x), self.panels, out)
+        return out if width == self.out_features else out[:, : self.out_features].contiguous()
 
-    def gated(self, x: torch.Tensor, out: torch.Tensor, space: torch.Tensor) -> None:
+    def gated(self, x: torch.Tensor, out: torch.Tensor, space: Space) -> None:
         """out (T, out_features / 2) = silu(the first half of the product) * the second."""
         if self.out_features % (2 * fused.panel_width()):
             fused.silu_mul(self.rows(x, space), out)
         else:
-            fused.product(x.float().contiguous(), *self._operands, out, gated=True)
+            fused.product(_in_fp32(x), self.panels, out, gated=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product = self.rows(x.reshape(-1, self.in_features), NO_SPACE)
+        product = self.rows(x.reshape(-1, self.in_features).contiguous(), NO_SPACE)
         return product.reshape(*x.shape[:-1], self.out_features)
+
+
+def _in_fp32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype is torch.float32 else x.float()
 
 
 def _smallest(weight: torch.Tensor) -> torch.Tensor:

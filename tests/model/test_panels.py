@@ -41,9 +41,9 @@ def test_short_weights_are_kept_only_where_nothing_is_lost(exact_in, kept_in):
     linear = nn.Linear(64, 48, bias=False).requires_grad_(False)
     linear.weight.copy_(linear.weight.to(exact_in))
     short = PanelLinear(linear)
-    assert short._operands[0].dtype == kept_in
+    assert short.panels.packed.dtype == kept_in
     long = PanelLinear(linear)
-    long._operands = (fused.pack(linear.weight), None)
+    long.panels = fused.pack(linear.weight)
     for rows in (1, 5, 30):
         x = torch.randn(rows, 64)
         assert torch.equal(short(x), long(x))
