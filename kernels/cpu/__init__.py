@@ -10,7 +10,7 @@ import torch
 from ..compiled import import_compiled
 
 _SOURCES = {
-    "kernels": ("simd.py", "tiles.py", "kernels.py"),
+    "kernels": ("simd.py", "tiles.py", "quantize.py", "write.py", "kernels.py"),
     "write": ("simd.py", "quantize.py", "write.py"),
     "rows": ("simd.py", "quantize.py", "rows.py"),
     "gemm": ("simd.py", "tiles.py", "quantize.py", "gemm.py"),

@@ -27,6 +27,7 @@ _ITEMS_PER_THREAD = 2
 
 _F32 = TAGS[torch.float32]
 _NARROW = np.empty(0, np.uint8)
+_NO_SLOTS = np.empty(0, np.int64)
 
 
 def byte_strides(tensor: torch.Tensor, *dims: int) -> tuple[int, ...]:
@@ -191,6 +192,10 @@ def paged_prefill(
         scale_strides(value_cache, value_scales),
         out.data_ptr(),
         byte_strides(out, 0, 1),
+        0,
+        0,
+        (0, 0),
+        _NO_SLOTS,
         *rows[:5],
         _F32 if sinks is None else sinks.detach().float().numpy(),
         num_heads,

@@ -34,6 +34,7 @@ from .simd import (
     vtanh,
 )
 from .tiles import NUM_SUMS, aligned_floats, pv_tile, qk_tile
+from .write import store_token
 
 _F32 = np.empty(0, np.float32)
 
@@ -192,13 +193,17 @@ def _store_output(acc, target, head_dim, inverse, tag, f32, sizes):
 def _attend_tiles(
     first_tile, end_tile, block_tables, row, first_kv_head, end_kv_head, key_cache, key_strides, value_cache, value_strides,
     key_scales, value_scales, first_line, num_queries, group, lines_per_head, first_position, q_addr, s_addr, acc_addr, l_addr,
-    m_addr, tops, correction, head_dim, block_size, window, softcap, kv_tag, f32, sizes,
+    m_addr, tops, correction, head_dim, block_size, window, softcap, new_key, new_value, new_head, slot, codes, q_tag, kv_tag,
+    f32, sizes,
 ):  # fmt: skip
     """Fold the tiles [first_tile, end_tile) of a row's block table into the running softmax of `num_queries` queries.
 
     The queries stand at `first_position` and the positions after it; their lines of the buffers, `group` a query, begin at
     `first_line` of the lines of each KV head. A block's heads lie side by side, so all of an item's are read before the next
     block.
+
+    slot: unless below 0, where the row's newest token belongs, in the last of the tiles. Its K and V, `new_head` bytes a head,
+    are stored as that tile's turn comes: by then its cache lines, most of which are written to, are on their way.
     """
     q_row, s_row, acc_row = 4 * head_dim, 4 * block_size, 4 * ((head_dim + 15) // 16 * 16)
     for tile in range(first_tile, end_tile):
@@ -214,6 +219,12 @@ def _attend_tiles(
         num_tokens = min(block_size, first_position + high_query - base)
         block = np.int64(block_tables[row, tile])
         next_block = np.int64(block_tables[row, tile + 1]) if tile + 1 < end_tile else block
+        if slot >= 0 and tile + 1 == end_tile:
+            store_token(
+                new_key, new_value, new_head, key_cache, (key_strides[0], key_strides[1], kv_tag.itemsize, key_strides[2]),
+                value_cache, (value_strides[0], value_strides[1], value_strides[2], kv_tag.itemsize), key_scales, value_scales,
+                slot, first_kv_head, end_kv_head, block_size, codes, head_dim, q_tag, kv_tag, f32,
+            )  # fmt: skip
         for kv_head in range(first_kv_head, end_kv_head):
             r0 = (kv_head - first_kv_head) * lines_per_head + first_line + low_query * group
             k = key_cache + block * key_strides[0] + kv_head * key_strides[1]
@@ -312,6 +323,10 @@ def attend(
     value_scales,
     out,
     out_strides,
+    new_key,
+    new_value,
+    new_strides,
+    slots,
     block_tables,
     cu_seqlens_q,
     seq_lens_kv,
@@ -338,6 +353,9 @@ def attend(
     Rows row_bounds[g] : row_bounds[g + 1] begin with the same num_shared_blocks[g] full blocks; where that is not 0, they have
     one query each and there is no window.
 
+    slots (S,) int64 or empty: where K and V of each row's only query, which lies past its shared blocks, are stored before
+    they are attended to; unless below 0. new_key, new_value: their addresses, strides in bytes (row, head).
+
     query, out: addresses; strides in bytes (token, head). key_cache, value_cache: addresses; strides in bytes (block, head,
     inner), inner being one head_dim element of K and one token of V. key_scales, value_scales: address and strides in bytes
     (block, head) of int8 caches' scales, fp32, a head's contiguous; zeros otherwise. block_tables (S, B), cu_seqlens_q
@@ -360,6 +378,7 @@ def attend(
         l_buf = aligned_floats(max_lines, 16)
         m_buf = np.empty(max_lines + 16, np.float32)  # read by vectors from any line on
         tile_buf = aligned_floats(2, lines_per_head + 16)
+        codes_buf = np.empty(head_dim, np.int8)
         q_addr, s_addr, acc_addr = q_buf.ctypes.data, s_buf.ctypes.data, acc_buf.ctypes.data
         l_addr, m_addr = l_buf.ctypes.data, m_buf.ctypes.data
         tops, correction = tile_buf[0].ctypes.data, tile_buf[1].ctypes.data
@@ -381,19 +400,24 @@ def attend(
             _attend_tiles(
                 0, num_shared, block_tables, row, first_kv_head, end_kv_head, key_cache, key_strides, value_cache,
                 value_strides, key_scales, value_scales, 0, num_queries, group, lines_per_head, seq_lens_kv[row] - 1, q_addr,
-                s_addr, acc_addr, l_addr, m_addr, tops, correction, head_dim, block_size, window, softcap, kv_tag, f32, sizes,
+                s_addr, acc_addr, l_addr, m_addr, tops, correction, head_dim, block_size, window, softcap, 0, 0, 0, -1, 0,
+                q_tag, kv_tag, f32, sizes,
             )  # fmt: skip
             done = 0
             for r in range(row, end_row):
                 left = cu_seqlens_q[r + 1] - q_start - done
                 count = min(num_queries - done, left)
                 first_position = seq_lens_kv[r] - left
+                slot = -1
+                if slots.shape[0] > 0:
+                    slot = slots[r]
                 first_visible = max(0, first_position - window + 1) if window > 0 else num_shared * block_size
                 _attend_tiles(
                     first_visible // block_size, (first_position + count - 1) // block_size + 1, block_tables, r, first_kv_head,
                     end_kv_head, key_cache, key_strides, value_cache, value_strides, key_scales, value_scales, done * group,
                     count, group, lines_per_head, first_position, q_addr, s_addr, acc_addr, l_addr, m_addr, tops, correction,
-                    head_dim, block_size, window, softcap, kv_tag, f32, sizes,
+                    head_dim, block_size, window, softcap, new_key + r * new_strides[0], new_value + r * new_strides[0],
+                    new_strides[1], slot, codes_buf.ctypes.data, q_tag, kv_tag, f32, sizes,
                 )  # fmt: skip
                 done += count
             for kv_head in range(first_kv_head, end_kv_head):

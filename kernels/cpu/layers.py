@@ -69,17 +69,21 @@ def run_layers(
         keys, values = caches[layer, KEYS], caches[layer, VALUES]
         key_scales = (caches[layer, KEY_SCALES], scale_strides[0], scale_strides[1])
         value_scales = (caches[layer, VALUE_SCALES], scale_strides[2], scale_strides[3])
-        store_kv(
-            key, (kv_row_bytes, head_bytes), value, (kv_row_bytes, head_bytes), keys,
-            (key_block, key_head, key_token, key_dim), values, (value_block, value_head, value_token, value_dim), key_scales,
-            value_scales, slot_mapping, num_kv_heads, head_dim, block_size, num_threads, f32, cache_tag, f32,
-        )  # fmt: skip
+        if num_decodes < num_rows:  # the tokens of rows that decode are stored when attention comes to their blocks
+            prompts = num_decodes * kv_row_bytes
+            store_kv(
+                key + prompts, (kv_row_bytes, head_bytes), value + prompts, (kv_row_bytes, head_bytes), keys,
+                (key_block, key_head, key_token, key_dim), values, (value_block, value_head, value_token, value_dim),
+                key_scales, value_scales, slot_mapping[num_decodes:], num_kv_heads, head_dim, block_size, num_threads, f32,
+                cache_tag, f32,
+            )  # fmt: skip
         window = layers[layer, WINDOW]
         for first, end in ((0, num_decodes), (num_decodes, num_rows)):
             if first == end:
                 continue
+            slots = slot_mapping[:end]
             if end > num_decodes:
-                of_rows = prefills
+                of_rows, slots = prefills, slot_mapping[:0]
             elif window > 0:
                 of_rows = windowed_decodes
             else:
@@ -88,7 +92,7 @@ def run_layers(
             attend(
                 query + first * row_bytes, (row_bytes, head_bytes), keys, (key_block, key_head, key_dim), values,
                 (value_block, value_head, value_token), key_scales, value_scales, attended + first * row_bytes,
-                (row_bytes, head_bytes), tables, bounds, lengths, groups, num_shared, f32, num_heads, num_kv_heads, head_dim,
-                block_size, queries_per_item, heads_per_item, scale, window, np.float32(0), num_threads, f32, cache_tag, f32,
-                narrow_tag,
+                (row_bytes, head_bytes), key, value, (kv_row_bytes, head_bytes), slots, tables, bounds, lengths, groups,
+                num_shared, f32, num_heads, num_kv_heads, head_dim, block_size, queries_per_item, heads_per_item, scale, window,
+                np.float32(0), num_threads, f32, cache_tag, f32, narrow_tag,
             )  # fmt: skip

@@ -167,8 +167,9 @@ def _functions(is_int8: bool, weight_type: str, cache_type: str, narrow_type: st
         (
             load_kernels()[0].attend,
             (
-                i64, pair, i64, triple, i64, triple, triple, triple, i64, pair, types.Array(types.int32, 2, "C"), *[rows] * 4,
-                tag32, *[i64] * 6, f32, i64, f32, i64, tag32, tag(cache_type), tag32, tag(narrow_type),
+                i64, pair, i64, triple, i64, triple, triple, triple, i64, pair, i64, i64, pair, ints,
+                types.Array(types.int32, 2, "C"), *[rows] * 4, tag32, *[i64] * 6, f32, i64, f32, i64, tag32,
+                tag(cache_type), tag32, tag(narrow_type),
             ),
         ),
     )  # fmt: skip

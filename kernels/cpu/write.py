@@ -47,6 +47,26 @@ def _store_heads(
 
 
 @njit(boundscheck=False, error_model="numpy")
+def store_token(
+    key, value, head_bytes, key_cache, key_strides, value_cache, value_strides, key_scales, value_scales, slot, first_head,
+    end_head, block_size, codes, head_dim, tag, cache_tag, f32,
+):  # fmt: skip
+    """Store a token's heads [first_head, end_head) in its slot.
+
+    key, value: addresses of its heads, each `head_bytes` from the one before. codes: room for head_dim bytes. The rest as
+    `store_kv` takes it.
+    """
+    block, offset = slot // block_size, slot % block_size
+    for h in range(first_head, end_head):
+        k_dst = key_cache + block * key_strides[0] + h * key_strides[1] + offset * key_strides[2]
+        v_dst = value_cache + block * value_strides[0] + h * value_strides[1] + offset * value_strides[2]
+        k_scale = key_scales[0] + block * key_scales[1] + h * key_scales[2] + offset * 4
+        v_scale = value_scales[0] + block * value_scales[1] + h * value_scales[2] + offset * 4
+        _store_head(key + h * head_bytes, k_dst, key_strides[3], k_scale, codes, head_dim, tag, cache_tag, f32)
+        _store_head(value + h * head_bytes, v_dst, value_strides[3], v_scale, codes, head_dim, tag, cache_tag, f32)
+
+
+@njit(boundscheck=False, error_model="numpy")
 def _run_of_slots(slot_mapping, first, end, block_size):
     """Return the token after those from `first` on that have neighbouring slots of one block."""
     last = first

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numba
 import pytest
 import torch
 from attention_calls import assert_within, decode, lengths_around, prefill
 from pagedgen.kernels.api import load_backend
+
+from pagedgen.threads import set_threads
 
 reference = load_backend("reference")
 cpu = load_backend("cpu")
@@ -118,12 +119,12 @@ def test_bits_do_not_depend_on_chunking_batch_or_threads(make_case, dtype, block
             part.cu_seqlens_q = torch.tensor([0, end - start], dtype=torch.int32)
             part.seq_lens_kv, part.block_tables = torch.tensor([end], dtype=torch.int32), whole.block_tables[:1]
             assert torch.equal(prefill(cpu, part, **options), want[start:end])
-    before = numba.get_num_threads()
+    before = torch.get_num_threads()
     try:
-        numba.set_num_threads(1)
+        set_threads(1, "cpu")
         assert torch.equal(prefill(cpu, whole, **options), want)
     finally:
-        numba.set_num_threads(before)
+        set_threads(before, "cpu")
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (3, 3), (4, 1)], ids=str)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 
-import numba
 import pytest
 import torch
 from attention_calls import assert_within, decode, lengths_around, prefill
 from pagedgen.kernels.api import load_backend
 from pagedgen.kernels.reference import quantize
+
+from pagedgen.threads import set_threads
 
 reference = load_backend("reference")
 cpu = load_backend("cpu")
@@ -72,15 +73,15 @@ def test_what_is_written_is_the_references_to_the_bit(dtype, head_dim, block_siz
 def test_threads_write_the_same_as_one():
     key, value = odd_heads(20, torch.float32)
     written = []
-    before = numba.get_num_threads()
+    before = torch.get_num_threads()
     try:
         for threads in (1, before):
-            numba.set_num_threads(threads)
+            set_threads(threads, "cpu")
             caches, scales = empty_cache(3, 3, 8, 20, key_transposed=True)
             cpu.write_kv(key, value, *caches, torch.arange(21), **scales)
             written.append((*caches, *scales.values()))
     finally:
-        numba.set_num_threads(before)
+        set_threads(before, "cpu")
     for one, several in zip(*written, strict=True):
         torch.testing.assert_close(one, several, rtol=0, atol=0, equal_nan=True)
 
@@ -180,12 +181,12 @@ def test_bits_do_not_depend_on_chunking_batch_or_threads(make_int8_case, dtype, 
             assert torch.equal(prefill(cpu, part, **options), want[start:end])
             if chunk == 1:
                 assert torch.equal(decode(cpu, part, **options), want[start:end])
-    before = numba.get_num_threads()
+    before = torch.get_num_threads()
     try:
-        numba.set_num_threads(1)
+        set_threads(1, "cpu")
         assert torch.equal(prefill(cpu, whole, **options), want)
     finally:
-        numba.set_num_threads(before)
+        set_threads(before, "cpu")
 
 
 @pytest.mark.parametrize("poison", [0.0, float("inf"), -float("inf")])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import numba
 import pytest
 import torch
 from pagedgen.kernels.cpu import fused
+
+from pagedgen.threads import set_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 EPS = 1e-5
@@ -95,14 +96,14 @@ def test_a_rows_bits_depend_on_nothing_but_the_row():
         return torch.cat([x, out, activated], dim=1)
 
     whole = run(list(range(37)))
-    before = numba.get_num_threads()
+    before = torch.get_num_threads()
     try:
         for threads in (1, 2):
-            numba.set_num_threads(threads)
+            set_threads(threads, "cpu")
             for rows in ([5], [36, 0, 11], list(range(10, 30))):
                 assert torch.equal(run(rows), whole[rows])
     finally:
-        numba.set_num_threads(before)
+        set_threads(before, "cpu")
 
 
 @pytest.mark.parametrize(("width", "num_groups"), [(4, 1), (12, 1), (12, 3), (64, 1), (576, 1), (576, 3), (1536, 6)])

@@ -8,12 +8,13 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-import numba
 import pytest
 import torch
 from attention_calls import decode
 from pagedgen.kernels import cpu as compiled
 from pagedgen.kernels.api import load_backend
+
+from pagedgen.threads import set_threads
 
 reference = load_backend("reference")
 cpu = load_backend("cpu")
@@ -51,12 +52,12 @@ def on_threads():
     """Run a function on a number of threads."""
 
     def run(num_threads, function, *args, **kwargs):
-        before = numba.get_num_threads()
+        before = torch.get_num_threads()
         try:
-            numba.set_num_threads(num_threads)
+            set_threads(num_threads, "cpu")
             return function(*args, **kwargs)
         finally:
-            numba.set_num_threads(before)
+            set_threads(before, "cpu")
 
     return run
 
@@ -117,24 +118,17 @@ def test_shared_blocks_are_read_through_the_first_row_alone(make_case, share_blo
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
 
 
-def test_a_group_is_cut_into_items_for_all_threads(monkeypatch, make_case, share_blocks, on_threads):
+def test_a_group_is_cut_into_items_for_all_threads(make_case, share_blocks):
     """One group of one KV head still gives each of two threads half of its rows."""
     kernels, _ = compiled.load_kernels()
     case, shared = build(make_case, share_blocks, random.Random(0), [(16, 20)], (1, 1), 16, 16, torch.float32)
-    seen = []
-    attend = kernels.attend
-
-    def spy(*args):
-        seen.append(args)
-        return attend(*args)
-
-    monkeypatch.setattr(kernels, "attend", spy)
-    on_threads(2, decode, cpu, case, shared=shared)
-    cu_seqlens_q, seq_lens_kv, row_bounds, num_shared_blocks = seen[0][11:15]
-    queries_per_item = seen[0][20]
-    items, bounds = kernels._plan_items(
-        cu_seqlens_q, seq_lens_kv, row_bounds, num_shared_blocks, 1, 1, 16, queries_per_item, 0, 2
+    cut = cpu.cut_rows(
+        case.block_tables, None, case.seq_lens_kv, shared, max_seqlen_q=1, num_heads=1, num_kv_heads=1, num_threads=2
     )
+    items, bounds = kernels._plan_items(
+        cut.cu_seqlens_q, cut.seq_lens_kv, cut.row_bounds, cut.num_shared_blocks, 1, cut.heads_per_item, 16,
+        cut.queries_per_item, 0, 2,
+    )  # fmt: skip
     rows = [int((items[a:b, 1] - items[a:b, 0]).sum()) for a, b in pairwise(bounds)]
     assert rows == [8, 8]
     assert int((items[: bounds[-1], 1] - items[: bounds[-1], 0]).max()) > 1

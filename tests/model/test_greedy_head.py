@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numba
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +12,7 @@ from torch import nn
 from pagedgen.model.greedy_head import GreedyHead, make_greedy_head
 from pagedgen.model.panels import PanelLinear
 from pagedgen.sampling_params import SamplingParams
+from pagedgen.threads import set_threads
 
 
 def slow_twin(panels, x, num_ids):
@@ -75,13 +75,13 @@ def test_what_is_no_number_is_said_and_nobody_elses_business():
 def test_any_number_of_threads_finds_the_same():
     torch.manual_seed(0)
     panels, head = heads(torch.randn(3000, 64))
-    x, before = torch.randn(70, 64), numba.get_num_threads()
+    x, before = torch.randn(70, 64), torch.get_num_threads()
     try:
         for threads in (1, 2):
-            numba.set_num_threads(threads)
+            set_threads(threads, "cpu")
             assert head(x, 3000).tolist() == slow_twin(panels, x, 3000)
     finally:
-        numba.set_num_threads(before)
+        set_threads(before, "cpu")
 
 
 def test_where_it_can_not_be_used():
