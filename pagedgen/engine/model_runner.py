@@ -144,10 +144,10 @@ class ModelRunner:
         self.allocate_cache(sum(-(-n // size) for n in full))
         on_gpu = self._device.type == "cuda"
         for lengths, decodes in ((few, False), (few, True)):
-            sample(self.run(_dummy_batch(lengths, size, decodes=decodes)))
-        self.run(_dummy_batch(few, size, decodes=True), best_among=1)
+            sample(self.run(dummy_batch(lengths, size, decodes=decodes)))
+        self.run(dummy_batch(few, size, decodes=True), best_among=1)
         self.synchronize()
-        batch = _dummy_batch(few, size, decodes=False)
+        batch = dummy_batch(few, size, decodes=False)
         start = perf_counter()
         self.run(batch)
         self.synchronize()
@@ -165,7 +165,7 @@ class ModelRunner:
         whole, self._model = self._model, self._model.thin()
         try:
             for lengths, decodes in ((full, False), ([context] * max_num_seqs, True)):
-                sample(self.run(_dummy_batch(lengths, size, decodes=decodes)))
+                sample(self.run(dummy_batch(lengths, size, decodes=decodes)))
         finally:
             self._model = whole
         self.synchronize()
@@ -230,7 +230,7 @@ class DeviceBlockTables:
         return rows[:, : batch.block_tables.shape[1]]
 
 
-def _dummy_batch(lengths: list[int], block_size: int, *, decodes: bool) -> PackedBatch:
+def dummy_batch(lengths: list[int], block_size: int, *, decodes: bool) -> PackedBatch:
     """Return a batch of rows of the given lengths, all of token 0: whole prompts, or each row's last token.
 
     Decoding rows repeat one block in their tables: they only read, and what they read doesn't matter.

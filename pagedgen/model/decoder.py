@@ -110,7 +110,7 @@ class FusedDecoder:
         self._head = make_product(head, spec, invariant)
         self._greedy_head = make_greedy_head(head, self._head, self._dtype)
         self._products = (self._layers[0].qkv, self._layers[0].out, self._layers[0].gate_up, self._layers[0].down)
-        self._stack = self._make_stack()
+        self.stack = self._make_stack()  # without one, layers run kernel by kernel
         self._buffers: _Buffers | None = None
 
     def __call__(
@@ -131,8 +131,8 @@ class FusedDecoder:
         work = self._work_space(rows)
         residual = work.residual[:rows].copy_(self._embedding[ids])
         cos, sin = self._rotary(places)
-        if self._stack is not None and step is not None and step.backend is cpu_backend:
-            self._run_stack(self._stack, step, rows, cos, sin, work)
+        if self.stack is not None and step is not None and step.backend is cpu_backend:
+            self._run_stack(self.stack, step, rows, cos, sin, work)
         else:
             self._run_layers(step, chunks, cos, sin, work)
         return self._answer(residual, work.attended[:rows].flatten(1), sample_positions, buckets, work, best_among)
@@ -209,7 +209,7 @@ class FusedDecoder:
         """See `forward.Forward.thin`: the last layer alone."""
         other = copy(self)
         other._layers, other._buffers = self._layers[-1:], None
-        other._stack = other._make_stack()
+        other.stack = other._make_stack()
         return other
 
     def _mix(

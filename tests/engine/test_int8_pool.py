@@ -113,7 +113,7 @@ def test_logits_are_near_those_of_an_exact_pool(int8_run, make_prompts):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_a_key_that_is_no_number_ends_its_row_with_an_error(int8_run, make_prompts, monkeypatch, kv_cache_dtype):
     run, backend = int8_run(kv_cache_dtype=kv_cache_dtype), load_backend("cpu")
-    run.engine.runner._model._stack = None  # in one call of all layers there is nothing to spoil
+    run.engine.runner._model.stack = None  # in one call of all layers there is nothing to spoil
     prompts = make_prompts([5, 9])
     want = run.answer(prompts, PARAMS)
     write_kv, calls = backend.write_kv, []

@@ -32,9 +32,9 @@ def both_ways(engine_run):
         for stacked in (True, False):
             made = engine_run(model, backend="cpu", block_size=8, **settings)
             forward = made.engine.runner._model
-            assert forward._stack is not None
+            assert forward.stack is not None
             if not stacked:
-                forward._stack = None
+                forward.stack = None
             seen.append(recorded(made, prompts, PARAMS))
         return seen
 
@@ -87,7 +87,7 @@ def test_any_number_of_threads(tiny_model, engine_run, make_prompts):
 def test_sizes_that_take_python_between_kernels(tiny_model, engine_run, reference_generate, make_prompts, settings):
     model, prompts = tiny_model("llama", **settings), make_prompts([3, 17, 30])
     run = engine_run(model, backend="cpu")
-    assert (run.engine.runner._model._stack is None) == (fused.panel_width() == 32)
+    assert (run.engine.runner._model.stack is None) == (fused.panel_width() == 32)
     assert run.answer(prompts, PARAMS) == reference_generate(model, prompts, PARAMS.max_tokens)
 
 
@@ -98,9 +98,9 @@ def test_weights_of_several_forms_and_products_of_a_library_are_not_stacked(tiny
     save_file(tensors, tmp_path / "mixed" / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((tmp_path / "mixed" / "config.json").read_text())
     (tmp_path / "mixed" / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    assert engine_run(tmp_path / "mixed", backend="cpu").engine.runner._model._stack is None
+    assert engine_run(tmp_path / "mixed", backend="cpu").engine.runner._model.stack is None
     monkeypatch.setattr(module, "panels_pay", lambda dtype: False)
-    assert engine_run(tiny_model("llama"), backend="cpu").engine.runner._model._stack is None
+    assert engine_run(tiny_model("llama"), backend="cpu").engine.runner._model.stack is None
 
 
 def test_its_kernels_are_those_that_were_compiled_ahead(tiny_model, engine_run, make_prompts):
@@ -110,10 +110,10 @@ def test_its_kernels_are_those_that_were_compiled_ahead(tiny_model, engine_run, 
         getattr(load_kernels(name)[0], kernel)
         for name, kernel in (("gemm", "product"), ("rows", "add_rms_norm"), ("rows", "rotate"), ("kernels", "attend"))
     ]
-    run.engine.runner._model._stack = None
+    run.engine.runner._model.stack = None
     run.answer(make_prompts([3, 17]), PARAMS)
     compiled = [len(kernel.overloads) for kernel in kernels]
     stacked = engine_run(tiny_model("llama"), backend="cpu")
-    assert stacked.engine.runner._model._stack is not None
+    assert stacked.engine.runner._model.stack is not None
     stacked.answer(make_prompts([3, 17]), PARAMS)
     assert [len(kernel.overloads) for kernel in kernels] == compiled
