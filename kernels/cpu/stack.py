@@ -76,7 +76,6 @@ class LayerStack:
         self._fields = np.array([_fields(layer) for layer in layers], np.int64)
         products = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in layers]
         self._operands = np.array([[panels.operand for panels in of_layer] for of_layer in products])
-        self._caches: tuple[Sequence[LayerCache], np.ndarray[Any, Any]] | None = None
 
     def run(self, buffers: StackBuffers, step: StackStep) -> None:
         """Run the layers, but for the last one's products after attention: its output is left in `buffers.attended`.
@@ -105,7 +104,7 @@ class LayerStack:
             *_functions(self._is_int8, self._weight_tag.dtype.name, cache_tag.dtype.name, narrow.dtype.name),
             self._fields,
             self._operands,
-            self._cache_addresses(step.cache_layers),
+            np.array([_cache_addresses(layer) for layer in step.cache_layers[: len(self._layers)]], np.int64),
             byte_strides(first.key, 0, 1, 2, 3) + byte_strides(first.value, 0, 1, 2, 3),
             scale_strides(first.key, first.key_scales)[1:] + scale_strides(first.value, first.value_scales)[1:],
             tuple([buffer.data_ptr() for buffer in buffers]),
@@ -126,14 +125,9 @@ class LayerStack:
             narrow,
         )
 
-    def _cache_addresses(self, cache_layers: Sequence[LayerCache]) -> np.ndarray[Any, Any]:
-        if self._caches is None or self._caches[0] is not cache_layers:
-            addresses = [
-                [0 if t is None else t.data_ptr() for t in (layer.key, layer.value, layer.key_scales, layer.value_scales)]
-                for layer in cache_layers[: len(self._layers)]
-            ]
-            self._caches = (cache_layers, np.array(addresses, np.int64))
-        return self._caches[1]
+
+def _cache_addresses(cache: LayerCache) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in (cache.key, cache.value, cache.key_scales, cache.value_scales)]
 
 
 def _fields(layer: LayerWeights) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from recorder import recorded
 from safetensors.torch import load_file, save_file
 
 from pagedgen import threads
+from pagedgen.engine.model_runner import dummy_batch
 from pagedgen.model import decoder
 from pagedgen.model import products as module
 from pagedgen.model.panels import panels_pay
@@ -117,3 +119,12 @@ def test_its_kernels_are_those_that_were_compiled_ahead(tiny_model, engine_run, 
     assert stacked.engine.runner._model.stack is not None
     stacked.answer(make_prompts([3, 17]), PARAMS)
     assert [len(kernel.overloads) for kernel in kernels] == compiled
+
+
+def test_a_pool_that_is_given_back_is_not_held(tiny_model, engine_run):
+    runner = engine_run(tiny_model("llama"), backend="cpu", block_size=8).engine.runner
+    runner.allocate_cache(4)
+    runner.run(dummy_batch([5], 8, decodes=False))
+    key = weakref.ref(runner._cache.layers[0].key)
+    runner.release_cache()
+    assert key() is None
