@@ -2,7 +2,7 @@
 
 K is stored transposed inside its block, `(head_dim, block_size)`; the caller passes the transpose view, so shapes are the
 same everywhere and only strides differ. fp32, bf16 and fp16 tensors, int8 caches beside them; fp32 arithmetic throughout. Numba
-must have been given the same number of threads as torch (`numba.set_num_threads`).
+must have been given the same number of threads as torch (`threads.set_threads`).
 """
 
 from __future__ import annotations
@@ -92,6 +92,19 @@ def write_kv(
     )
 
 
+def check_layout(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Refuse blocks that attention can't read.
+
+    Raises:
+        ValueError: K is not transposed inside its block, V not contiguous in head_dim, or one of both sizes below 4.
+    """
+    if key_cache.stride(2) != 1 or value_cache.stride(3) != 1:
+        raise ValueError("the cpu backend needs K transposed inside its block and V contiguous in head_dim")
+    block_size, head_dim = key_cache.shape[2:]
+    if head_dim < 4 or block_size < 4:
+        raise ValueError(f"the cpu backend needs head_dim >= 4 and block_size >= 4, not {head_dim} and {block_size}")
+
+
 class Rows(NamedTuple):
     """Rows whose attention is one call, and how their work is cut: what `kernels.attend` takes in this order."""
 
@@ -166,10 +179,9 @@ def paged_prefill(
     """See `api.Backend.paged_prefill`. With `shared`, rows of one query: see `api.Backend.paged_decode`."""
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = key_cache.shape[1], key_cache.shape[2]
-    if key_cache.stride(2) != 1 or value_cache.stride(3) != 1 or query.stride(2) != 1 or out.stride(2) != 1:
-        raise ValueError("the cpu backend needs K transposed inside its block and V, query and out contiguous in head_dim")
-    if head_dim < 4 or block_size < 4:
-        raise ValueError(f"the cpu backend needs head_dim >= 4 and block_size >= 4, not {head_dim} and {block_size}")
+    check_layout(key_cache, value_cache)
+    if query.stride(2) != 1 or out.stride(2) != 1:
+        raise ValueError("the cpu backend needs query and out contiguous in head_dim")
     kernels, num_threads = load_kernels()
     rows = cut_rows(
         block_tables,

@@ -14,7 +14,7 @@ import torch
 
 from ..api import LayerCache, SharedPrefixes
 from . import load_kernels
-from .attention import Rows, byte_strides, cut_rows, narrow_tag, scale_strides
+from .attention import Rows, byte_strides, check_layout, cut_rows, narrow_tag, scale_strides
 from .fused import TAGS, Panels, tag_of_panels
 
 _F32 = TAGS[torch.float32]
@@ -81,10 +81,16 @@ class LayerStack:
         """Run the layers, but for the last one's products after attention: its output is left in `buffers.attended`.
 
         Keys and values go to their slots.
+
+        Raises:
+            ValueError: a pool that is neither fp32 nor int8, or see `attention.check_layout`.
         """
         kernels, num_threads = load_kernels("layers")
         num_heads, num_kv_heads, head_dim = self._heads
         first, chunk = step.cache_layers[0], buffers.activated.shape[0]
+        check_layout(first.key, first.value)
+        if first.key.dtype not in (torch.float32, torch.int8) or first.value.dtype != first.key.dtype:
+            raise ValueError(f"K and V in fp32 don't fit a pool of {first.key.dtype} and {first.value.dtype}")
         block_size = first.key.shape[2]
         cache_tag, narrow = TAGS[first.key.dtype], narrow_tag(block_size, head_dim)
         cut = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "num_threads": num_threads}

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from pagedgen.kernels.api import LayerCache
 from pagedgen.kernels.cpu import fused, load_kernels
 from recorder import recorded
 from safetensors.torch import load_file, save_file
@@ -128,3 +129,23 @@ def test_a_pool_that_is_given_back_is_not_held(tiny_model, engine_run):
     key = weakref.ref(runner._cache.layers[0].key)
     runner.release_cache()
     assert key() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda key, value: (key.transpose(2, 3).bfloat16().contiguous().transpose(2, 3), value.bfloat16()),
+            "pool of torch.bf",
+        ),
+        (lambda key, value: (key.contiguous(), value), "K transposed"),
+        (lambda key, value: (key[:, :, :2], value[:, :, :2]), "block_size >= 4"),
+    ],
+    ids=["dtype", "layout", "size"],
+)
+def test_a_pool_it_can_not_read_is_refused(tiny_model, engine_run, change, said):
+    runner = engine_run(tiny_model("llama"), backend="cpu", block_size=8).engine.runner
+    runner.allocate_cache(4)
+    runner._cache.layers = [LayerCache(*change(layer.key, layer.value)) for layer in runner._cache.layers]
+    with pytest.raises(ValueError, match=said):
+        runner.run(dummy_batch([5], 8, decodes=False))
