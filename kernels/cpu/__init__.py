@@ -10,16 +10,16 @@ import torch
 from ..compiled import import_compiled
 
 _SOURCES = {
-    "kernels": ("simd.py", "tiles.py", "quantize.py", "write.py", "kernels.py"),
-    "write": ("simd.py", "quantize.py", "write.py"),
-    "rows": ("simd.py", "quantize.py", "rows.py"),
-    "gemm": ("simd.py", "tiles.py", "quantize.py", "gemm.py"),
-    "layers": ("layers.py",),
-    "greedy": ("simd.py", "tiles.py", "quantize.py", "gemm.py", "greedy.py"),
+    "attend": ("jit.py", "simd.py", "tiles.py", "quantize.py", "write.py", "items.py", "softmax.py", "attend.py"),
+    "write": ("jit.py", "simd.py", "quantize.py", "write.py"),
+    "rows": ("jit.py", "simd.py", "quantize.py", "rows.py"),
+    "gemm": ("jit.py", "simd.py", "tiles.py", "quantize.py", "gemm.py"),
+    "layers": ("jit.py", "layers.py"),
+    "greedy": ("jit.py", "simd.py", "tiles.py", "quantize.py", "gemm.py", "greedy.py"),
 }
 
 
-def load_kernels(name: str = "kernels") -> tuple[ModuleType, int]:
+def load_kernels(name: str) -> tuple[ModuleType, int]:
     """Return a module of compiled kernels, `_SOURCES` names them, and the number of threads.
 
     That is torch's, which numba has been given too (see `threads.set_threads`): asking numba takes 30 times as long, at every
@@ -30,4 +30,7 @@ def load_kernels(name: str = "kernels") -> tuple[ModuleType, int]:
 
 @cache
 def _module(name: str) -> ModuleType:
+    for source in _SOURCES[name]:  # a module's functions lie beside its own sources' hash, whoever imports it
+        if (other := source.removesuffix(".py")) in _SOURCES and other != name:
+            _module(other)
     return import_compiled(f"{__package__}.{name}", *_SOURCES[name])

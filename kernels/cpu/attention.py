@@ -1,4 +1,4 @@
-"""The CPU backend: the signatures of `api.Backend` over the compiled `kernels.py` and `write.py`.
+"""The CPU backend: the signatures of `api.Backend` over the compiled `attend.py` and `write.py`.
 
 K is stored transposed inside its block, `(head_dim, block_size)`; the caller passes the transpose view, so shapes are the
 same everywhere and only strides differ. fp32, bf16 and fp16 tensors, int8 caches beside them; fp32 arithmetic throughout. Numba
@@ -106,7 +106,7 @@ def check_layout(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
 
 
 class Rows(NamedTuple):
-    """Rows whose attention is one call, and how their work is cut: what `kernels.attend` takes in this order."""
+    """Rows whose attention is one call, and how their work is cut: what `attend.attend` takes in this order."""
 
     block_tables: np.ndarray[Any, Any]
     cu_seqlens_q: np.ndarray[Any, Any]
@@ -182,7 +182,7 @@ def paged_prefill(
     check_layout(key_cache, value_cache)
     if query.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError("the cpu backend needs query and out contiguous in head_dim")
-    kernels, num_threads = load_kernels()
+    kernels, num_threads = load_kernels("attend")
     rows = cut_rows(
         block_tables,
         cu_seqlens_q,

@@ -11,13 +11,13 @@ A *gated* product's first half of channels is the gate of the second: what comes
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
-from ..disk_cache import locked
+from .jit import inner, keep_alive, kernel, on_threads
 from .quantize import quantize_row
 from .simd import (
     is_pairs,
     load,
+    splat,
     store,
     take_next,
     vadd,
@@ -36,9 +36,10 @@ OPERAND_FIELDS = 7
 _MOST_ROWS = 56  # of a work item: their part beside a panel's in the L1 cache, and all of them in the L2 cache
 _RUNS_PER_THREAD = 8  # so few that a run is a long stretch of memory, so many that threads end together
 _DEPTH = 384  # most input channels of a slice: in 16 bits 12 or 24 KiB, beside the rows' part in an L1 cache
+WORDS_ROOM = _DEPTH * PANEL if TOGETHER == 2 else 0  # of fp32: _DEPTH words of a panel in 16 bits
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def rows_per_item_of(num_rows):
     """How many rows a work item takes: all items alike, in whole steps of what is multiplied together."""
     num_items = max(1, (num_rows + _MOST_ROWS - 1) // _MOST_ROWS)
@@ -46,20 +47,20 @@ def rows_per_item_of(num_rows):
     return max(1, (num_rows + step - 1) // step) * ROWS_TOGETHER
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def num_items_of(num_panels, num_rows, rows_per_item):
     """How many work items a product has: a panel each for a block of rows, all panels of one block before the next."""
     return num_panels * ((num_rows + rows_per_item - 1) // rows_per_item)
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def item_of(item, num_panels, num_rows, rows_per_item):
     """An item's panel, first row and number of rows."""
     first = item // num_panels * rows_per_item
     return item % num_panels, first, min(rows_per_item, num_rows - first)
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def next_item(item, end, taken, num_items, num_threads):
     """The item after `item`, and where its thread's run of neighbouring items ends; an item of `num_items` when all are taken.
 
@@ -74,23 +75,30 @@ def next_item(item, end, taken, num_items, num_threads):
     return num_items * run // num_runs, num_items * (run + 1) // num_runs
 
 
-@njit(boundscheck=False, error_model="numpy")
-def panel_sums(x, packed, panel, in_features, count, sums, ones, tag):
-    """sums (count, PANEL) = `count` rows, at the address x, times a panel. ones: at least `count` ones."""
+@inner
+def fill(target, value, count, f32):
+    """Set fp32 at an address to a value: `count` of them, and up to 15 more."""
+    for c in range(0, count, 16):
+        store(target + c * 4, splat(value, 16), f32)
+
+
+@inner
+def panel_sums(x, packed, panel, in_features, count, sums, ones, tag, f32):
+    """sums (count, PANEL) = `count` rows times a panel. x, sums, ones: addresses; of the last, at least `count` ones."""
     weight_row = PANEL * (2 if is_pairs(tag) else tag.itemsize)
-    sums[:count] = 0
+    fill(sums, np.float32(0), count * PANEL, f32)
     num_slices = (in_features + _DEPTH - 1) // _DEPTH
     for index in range(num_slices):
         start, end = in_features * index // num_slices, in_features * (index + 1) // num_slices
         depth = end - start
         weight = packed + (panel * in_features + start) * weight_row
         pv_tile(
-            x + start * 4, in_features * 4, weight, weight_row, tag, sums.ctypes.data, PANEL * 4, ones.ctypes.data, depth,
-            count, weight + depth * weight_row, weight_row, _VECTORS, 16,
+            x + start * 4, in_features * 4, weight, weight_row, tag, sums, PANEL * 4, ones, depth, count,
+            weight + depth * weight_row, weight_row, _VECTORS, 16,
         )  # fmt: skip
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def _add_bias(sums, bias, count, f32):
     """Add a panel's bias to an item's sums (count, PANEL)."""
     for c in range(_VECTORS):
@@ -100,7 +108,7 @@ def _add_bias(sums, bias, count, f32):
             store(at, vadd(load(at, f32, 16), added), f32)
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def _store_rows(sums, up, target, target_row, count, out_tag, f32):
     """Store an item's sums (rows, PANEL) in the output's dtype; gated where `up`, the address of other sums, is not 0."""
     for r in range(count):
@@ -112,8 +120,33 @@ def _store_rows(sums, up, target, target_row, count, out_tag, f32):
             store(target + r * target_row + c * 16 * out_tag.itemsize, total, out_tag)
 
 
-@locked
-@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+@inner
+def _product_part(
+    thread, x, packed, bias, in_features, num_groups, out, num_rows, rows_per_item, together, taken, num_items, num_threads,
+    weight_tag, out_tag, f32,
+):  # fmt: skip
+    """Do work items until all are taken."""
+    room = aligned_floats(together * rows_per_item * PANEL + rows_per_item + 16)
+    sums = np.int64(room.ctypes.data)
+    ones = sums + together * rows_per_item * PANEL * 4
+    fill(ones, np.float32(1), rows_per_item, f32)
+    item, end = next_item(0, 0, taken, num_items, num_threads)
+    while item < num_items:
+        group, first, count = item_of(item, num_groups, num_rows, rows_per_item)
+        for part in range(together):
+            panel, own = group + part * num_groups, sums + part * count * PANEL * 4
+            panel_sums(x + first * in_features * 4, packed, panel, in_features, count, own, ones, weight_tag, f32)
+            if bias != 0:
+                _add_bias(own, bias + panel * PANEL * 4, count, f32)
+        up = sums + count * PANEL * 4 if together > 1 else 0
+        row_bytes = num_groups * PANEL * out_tag.itemsize
+        target = out + first * row_bytes + group * PANEL * out_tag.itemsize
+        _store_rows(sums, up, target, row_bytes, count, out_tag, f32)
+        item, end = next_item(item, end, taken, num_items, num_threads)
+    keep_alive(room)
+
+
+@kernel
 def product(x, operand, out, num_rows, together, num_threads, x_tag, weight_tag, out_tag, f32):
     """out = x @ weight^T + bias; with `together` = 2, not 1, gated.
 
@@ -125,33 +158,23 @@ def product(x, operand, out, num_rows, together, num_threads, x_tag, weight_tag,
     rows_per_item = rows_per_item_of(num_rows)
     num_groups = num_panels // together
     num_items = num_items_of(num_groups, num_rows, rows_per_item)
-    taken = np.zeros(1, np.int64)
-    for _ in prange(num_threads):
-        sums = aligned_floats(together * rows_per_item, PANEL)
-        ones = np.ones(rows_per_item, np.float32)
-        item, end = next_item(0, 0, taken, num_items, num_threads)
-        while item < num_items:
-            group, first, count = item_of(item, num_groups, num_rows, rows_per_item)
-            for part in range(together):
-                panel, own = group + part * num_groups, sums[part * count : (part + 1) * count]
-                panel_sums(x + first * in_features * 4, packed, panel, in_features, count, own, ones, weight_tag)
-                if bias != 0:
-                    _add_bias(own.ctypes.data, bias + panel * PANEL * 4, count, f32)
-            up = sums.ctypes.data + count * PANEL * 4 if together > 1 else 0
-            row_bytes = num_groups * PANEL * out_tag.itemsize
-            target = out + first * row_bytes + group * PANEL * out_tag.itemsize
-            _store_rows(sums.ctypes.data, up, target, row_bytes, count, out_tag, f32)
-            item, end = next_item(item, end, taken, num_items, num_threads)
+    taken = np.empty(1, np.int64)
+    taken[0] = 0
+    work = (
+        x, packed, bias, in_features, num_groups, out, num_rows, rows_per_item, together, taken, num_items, num_threads,
+        weight_tag, out_tag, f32,
+    )  # fmt: skip
+    on_threads(_product_part, num_threads, work)
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def whole_sums(
     x, x_row, weight, starts, sums, num_words, count, words_buf, row_scales, row_scales_row, added, added_row, scales
 ):  # fmt: skip
     """sums (count, PANEL) int32 = rows of whole numbers times a panel of int8; see `tiles.dot_tile` for the rows' form.
 
-    starts, sums: addresses; starts (PANEL,) int32: what the sums begin with. words_buf: room for _DEPTH words of a panel in 16
-    bits. The rest as in `dot_tile`: unless row_scales is 0, sums in fp32.
+    starts, sums, words_buf: addresses; starts (PANEL,) int32: what the sums begin with; words_buf: room for WORDS_ROOM fp32.
+    The rest as in `dot_tile`: unless row_scales is 0, sums in fp32.
     """
     begin, begin_row = starts, 0
     for start in range(0, num_words, _DEPTH):
@@ -160,8 +183,8 @@ def whole_sums(
         ahead = part + words * TOGETHER * PANEL
         if TOGETHER == 2:
             for c in range(0, words * 2 * PANEL, 32):
-                widen_bytes(part + c, words_buf.ctypes.data + 2 * c)
-            part = words_buf.ctypes.data
+                widen_bytes(part + c, words_buf + 2 * c)
+            part = words_buf
         dot_tile(
             x + start * 4, x_row, part, begin, begin_row, sums, PANEL * 4, words, count, ahead,
             row_scales if start + words == num_words else 0, row_scales_row, added, added_row, scales,
@@ -169,8 +192,59 @@ def whole_sums(
         begin, begin_row = sums, PANEL * 4
 
 
-@locked
-@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+@inner
+def _round_part(thread, x, words, row_scales, num_parts, part_inputs, num_threads, x_tag, whole_tag, f32):
+    """Round a thread's share of `num_parts` neighbouring parts of rows, whose words and scales begin at two addresses."""
+    for part in range(num_parts * thread // num_threads, num_parts * (thread + 1) // num_threads):
+        source, target = x + part * part_inputs * x_tag.itemsize, words + part * (part_inputs // TOGETHER) * 4
+        scale = quantize_row(source, target, part_inputs, x_tag, whole_tag)
+        store(row_scales + part * 4, splat(scale, 1), f32)
+
+
+@inner
+def _product_int8_part(
+    thread, words, row_scales, operand, out, num_rows, rows_per_item, together, taken, num_items, num_threads, out_tag, f32
+):  # fmt: skip
+    """Do work items until all are taken."""
+    packed, starts, scales, bias = operand[PACKED], operand[STARTS], operand[SCALES], operand[BIAS]
+    in_features, num_groups, num_panels = operand[INPUTS], operand[GROUPS], operand[PANELS]
+    num_parts, num_words = num_panels // together, in_features // TOGETHER
+    group_words = num_words // num_groups
+    row_bytes = num_parts * PANEL * out_tag.itemsize
+    # Sums of rows, a line of nothing to add to, one of ones to multiply by, and room for words.
+    room = aligned_floats((together * rows_per_item + 2) * PANEL + WORDS_ROOM)
+    totals = np.int64(room.ctypes.data)
+    no_totals = totals + together * rows_per_item * PANEL * 4
+    ones = no_totals + PANEL * 4
+    words_buf = ones + PANEL * 4
+    fill(no_totals, np.float32(0), PANEL, f32)
+    fill(ones, np.float32(1), PANEL, f32)
+    item, end = next_item(0, 0, taken, num_items, num_threads)
+    while item < num_items:
+        first_panel, first, count = item_of(item, num_parts, num_rows, rows_per_item)
+        for part in range(together):
+            panel, own = first_panel + part * num_parts, totals + part * count * PANEL * 4
+            added, added_row = no_totals, 0
+            for group in range(num_groups):
+                word = group * group_words
+                channels = scales + panel * PANEL * 4 if group == num_groups - 1 else ones
+                whole_sums(
+                    words + (first * num_words + word) * 4, num_words * 4,
+                    packed + (panel * num_words + word) * TOGETHER * PANEL,
+                    starts + (group * num_panels + panel) * PANEL * 4, own, group_words, count, words_buf,
+                    row_scales + (first * num_groups + group) * 4, num_groups * 4, added, added_row, channels,
+                )  # fmt: skip
+                added, added_row = own, PANEL * 4
+            if bias != 0:
+                _add_bias(own, bias + panel * PANEL * 4, count, f32)
+        up = totals + count * PANEL * 4 if together > 1 else 0
+        target = out + first * row_bytes + first_panel * PANEL * out_tag.itemsize
+        _store_rows(totals, up, target, row_bytes, count, out_tag, f32)
+        item, end = next_item(item, end, taken, num_items, num_threads)
+    keep_alive(room)
+
+
+@kernel
 def product_int8(x, operand, out, num_rows, together, num_threads, x_tag, whole_tag, out_tag, f32):
     """out = x @ weight^T + bias in whole numbers and scales; with `together` = 2, not 1, gated.
 
@@ -181,42 +255,16 @@ def product_int8(x, operand, out, num_rows, together, num_threads, x_tag, whole_
     rows of bytes, -128 times each channel's sum of a group's weights. A group's inputs times the largest whole number are
     below 2**24; of several groups each is one slice.
     """
-    packed, starts, scales, bias = operand[PACKED], operand[STARTS], operand[SCALES], operand[BIAS]
     in_features, num_groups, num_panels = operand[INPUTS], operand[GROUPS], operand[PANELS]
     rows_per_item = rows_per_item_of(num_rows)
-    num_parts, num_words = num_panels // together, in_features // TOGETHER
-    group_words, group_inputs = num_words // num_groups, in_features // num_groups
-    words, row_scales = np.empty(num_rows * num_words, np.int32), np.empty(num_rows * num_groups, np.float32)
-    for part in prange(num_rows * num_groups):
-        source, target = x + part * group_inputs * x_tag.itemsize, words.ctypes.data + part * group_words * 4
-        row_scales[part] = quantize_row(source, target, group_inputs, x_tag, whole_tag)
-
-    num_items = num_items_of(num_parts, num_rows, rows_per_item)
-    row_bytes = num_parts * PANEL * out_tag.itemsize
-    taken = np.zeros(1, np.int64)
-    for _ in prange(num_threads):
-        words_buf = np.empty(2 * _DEPTH * PANEL if TOGETHER == 2 else 0, np.int16)
-        totals = aligned_floats(together * rows_per_item, PANEL)
-        no_totals, ones = np.zeros(PANEL, np.float32), np.ones(PANEL, np.float32)
-        item, end = next_item(0, 0, taken, num_items, num_threads)
-        while item < num_items:
-            first_panel, first, count = item_of(item, num_parts, num_rows, rows_per_item)
-            for part in range(together):
-                panel, own = first_panel + part * num_parts, totals.ctypes.data + part * count * PANEL * 4
-                added, added_row = no_totals.ctypes.data, 0
-                for group in range(num_groups):
-                    word = group * group_words
-                    channels = scales + panel * PANEL * 4 if group == num_groups - 1 else ones.ctypes.data
-                    whole_sums(
-                        words.ctypes.data + (first * num_words + word) * 4, num_words * 4,
-                        packed + (panel * num_words + word) * TOGETHER * PANEL,
-                        starts + (group * num_panels + panel) * PANEL * 4, own, group_words, count, words_buf,
-                        row_scales.ctypes.data + (first * num_groups + group) * 4, num_groups * 4, added, added_row, channels,
-                    )  # fmt: skip
-                    added, added_row = own, PANEL * 4
-                if bias != 0:
-                    _add_bias(own, bias + panel * PANEL * 4, count, f32)
-            up = totals.ctypes.data + count * PANEL * 4 if together > 1 else 0
-            target = out + first * row_bytes + first_panel * PANEL * out_tag.itemsize
-            _store_rows(totals.ctypes.data, up, target, row_bytes, count, out_tag, f32)
-            item, end = next_item(item, end, taken, num_items, num_threads)
+    num_items = num_items_of(num_panels // together, num_rows, rows_per_item)
+    room = np.empty(num_rows * (in_features // TOGETHER + num_groups), np.int32)
+    words = np.int64(room.ctypes.data)
+    row_scales = words + num_rows * (in_features // TOGETHER) * 4
+    rounding = (x, words, row_scales, num_rows * num_groups, in_features // num_groups, num_threads, x_tag, whole_tag, f32)
+    on_threads(_round_part, num_threads, rounding)
+    taken = np.empty(1, np.int64)
+    taken[0] = 0
+    work = (words, row_scales, operand, out, num_rows, rows_per_item, together, taken, num_items, num_threads, out_tag, f32)
+    on_threads(_product_int8_part, num_threads, work)
+    keep_alive(room)

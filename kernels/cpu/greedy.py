@@ -9,12 +9,11 @@ computes them, bit for bit, and the first of the largest values is the answer.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
-from ..disk_cache import locked
-from .gemm import PANEL, item_of, next_item, num_items_of, panel_sums, rows_per_item_of, whole_sums
+from .gemm import PANEL, WORDS_ROOM, fill, item_of, next_item, num_items_of, panel_sums, rows_per_item_of, whole_sums
+from .jit import inner, keep_alive, kernel, on_threads
 from .simd import hmax, keep_lanes, load, load_sums, splat, vadd, vmax, vmul, vsub
-from .tiles import TOGETHER
+from .tiles import TOGETHER, aligned_floats
 
 LEVELS = 2032  # 16 * 127: a number is 16 times one byte and another byte
 _SMALLEST_SCALE, _LARGEST_SCALE = np.float32(1e-30), np.float32(1e30)
@@ -22,7 +21,7 @@ _WHOLE = np.uint8 if TOGETHER == 4 else np.int16
 _PARTS = 2 if TOGETHER == 4 else 1  # rows of whole numbers that a row becomes: high and low bytes, or 16 bits
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def _round_row(row, words, part_size):
     """Round a row to whole numbers up to LEVELS: return its scale and its norm. `words` has _PARTS rows of `part_size`."""
     top, odd, squares = np.float32(0), np.float32(0), np.float32(0)
@@ -47,7 +46,7 @@ def _round_row(row, words, part_size):
     return scale, scale * np.sqrt(squares)
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def _bounds(sums, scales, rounded, slack, scale, norm, first_channel, num_channels, f32):
     """The highest that any channel of a panel may reach, and the highest that one reaches at least, for one row."""
     highest, surest = splat(np.float32(-np.inf), 16), splat(np.float32(-np.inf), 16)
@@ -64,8 +63,80 @@ def _bounds(sums, scales, rounded, slack, scale, norm, first_channel, num_channe
     return hmax(highest), hmax(surest)
 
 
-@locked
-@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+@inner
+def _round_rows(thread, x, words, row_scales, norms, num_threads):
+    """Round a thread's part of the rows."""
+    num_rows, in_features = x.shape
+    for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+        row_scales[row], norms[row] = _round_row(x[row], words[row], in_features)
+
+
+@inner
+def _bound_panels(
+    thread, packed_int8, starts, scales, rounded, slack, words, row_scales, norms, highest, surest, num_channels, in_features,
+    rows_per_item, taken, num_items, num_threads, f32,
+):  # fmt: skip
+    """Bound rows' values in panels, a work item at a time until all are taken."""
+    num_rows, num_panels = highest.shape
+    num_words = in_features // TOGETHER
+    for row in range(num_rows):
+        surest[thread, row] = -np.inf
+    room = aligned_floats(_PARTS * rows_per_item * PANEL + WORDS_ROOM)
+    sums = np.int64(room.ctypes.data)
+    words_buf = sums + _PARTS * rows_per_item * PANEL * 4
+    item, end = next_item(0, 0, taken, num_items, num_threads)
+    while item < num_items:
+        panel, first, count = item_of(item, num_panels, num_rows, rows_per_item)
+        channel = panel * PANEL
+        whole_sums(
+            words.ctypes.data + first * _PARTS * num_words * 4, num_words * 4,
+            packed_int8 + panel * num_words * TOGETHER * PANEL, starts.ctypes.data + channel * 4, sums,
+            num_words, _PARTS * count, words_buf, 0, 0, 0, 0, 0,
+        )  # fmt: skip
+        for r in range(count):
+            row = first + r
+            high, sure = _bounds(
+                sums + r * _PARTS * PANEL * 4, scales.ctypes.data + channel * 4,
+                rounded.ctypes.data + channel * 4, slack.ctypes.data + channel * 4, row_scales[row], norms[row], channel,
+                num_channels, f32,
+            )  # fmt: skip
+            highest[row, panel] = high
+            surest[thread, row] = max(surest[thread, row], sure)
+        item, end = next_item(item, end, taken, num_items, num_threads)
+    keep_alive(room)
+
+
+@inner
+def _decide(thread, x, packed, highest, surest, best, num_channels, num_threads, weight_tag, f32):
+    """Compute the panels in question of a thread's part of the rows, and choose."""
+    num_rows, in_features = x.shape
+    num_panels = highest.shape[1]
+    for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+        reached = np.float32(-np.inf)
+        for other in range(num_threads):
+            reached = max(reached, surest[other, row])
+        exact = aligned_floats(PANEL + 16)
+        sums = np.int64(exact.ctypes.data)
+        one = sums + PANEL * 4
+        fill(one, np.float32(1), np.int64(1), f32)
+        largest, channel_of = np.float32(-np.inf), np.int64(-1)
+        for panel in range(num_panels):
+            if highest[row, panel] < reached:
+                continue
+            at = x.ctypes.data + row * in_features * 4
+            panel_sums(at, packed, panel, in_features, np.int64(1), sums, one, weight_tag, f32)
+            for c in range(min(PANEL, num_channels - panel * PANEL)):
+                if exact[c] > largest or np.isnan(exact[c]):
+                    largest, channel_of = exact[c], panel * PANEL + c
+                    if np.isnan(largest):
+                        break
+            if np.isnan(largest):
+                break
+        best[row] = channel_of if np.isfinite(largest) else -1
+        keep_alive(exact)
+
+
+@kernel
 def best_channels(
     x, packed, packed_int8, starts, scales, rounded, slack, best, num_channels, num_threads, weight_tag, f32
 ):  # fmt: skip
@@ -77,56 +148,16 @@ def best_channels(
     """
     num_rows, in_features = x.shape
     num_panels = (num_channels + PANEL - 1) // PANEL
-    num_words = in_features // TOGETHER
     rows_per_item = rows_per_item_of(num_rows)
     words = np.empty((num_rows, _PARTS * in_features), _WHOLE)
     row_scales, norms = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
-    highest = np.empty((num_rows, num_panels), np.float32)
-    surest = np.full((num_threads, num_rows), -np.inf, np.float32)
-    for row in prange(num_rows):
-        row_scales[row], norms[row] = _round_row(x[row], words[row], in_features)
-
-    num_items = num_items_of(num_panels, num_rows, rows_per_item)
-    taken = np.zeros(1, np.int64)
-    for thread in prange(num_threads):
-        words_buf = np.empty(0 if TOGETHER == 4 else in_features * PANEL, np.int16)
-        sums = np.empty((_PARTS * rows_per_item, PANEL), np.int32)
-        item, end = next_item(0, 0, taken, num_items, num_threads)
-        while item < num_items:
-            panel, first, count = item_of(item, num_panels, num_rows, rows_per_item)
-            channel = panel * PANEL
-            whole_sums(
-                words.ctypes.data + first * _PARTS * num_words * 4, num_words * 4,
-                packed_int8 + panel * num_words * TOGETHER * PANEL, starts.ctypes.data + channel * 4, sums.ctypes.data,
-                num_words, _PARTS * count, words_buf, 0, 0, 0, 0, 0,
-            )  # fmt: skip
-            for r in range(count):
-                row = first + r
-                high, sure = _bounds(
-                    sums.ctypes.data + r * _PARTS * PANEL * 4, scales.ctypes.data + channel * 4,
-                    rounded.ctypes.data + channel * 4, slack.ctypes.data + channel * 4, row_scales[row], norms[row], channel,
-                    num_channels, f32,
-                )  # fmt: skip
-                highest[row, panel] = high
-                surest[thread, row] = max(surest[thread, row], sure)
-            item, end = next_item(item, end, taken, num_items, num_threads)
-
-    for row in prange(num_rows):
-        reached = np.float32(-np.inf)
-        for thread in range(num_threads):
-            reached = max(reached, surest[thread, row])
-        sums32 = np.empty((1, PANEL), np.float32)
-        one = np.ones(1, np.float32)
-        largest, channel_of = np.float32(-np.inf), np.int64(-1)
-        for panel in range(num_panels):
-            if highest[row, panel] < reached:
-                continue
-            panel_sums(x.ctypes.data + row * in_features * 4, packed, panel, in_features, 1, sums32, one, weight_tag)
-            for c in range(min(PANEL, num_channels - panel * PANEL)):
-                if sums32[0, c] > largest or np.isnan(sums32[0, c]):
-                    largest, channel_of = sums32[0, c], panel * PANEL + c
-                    if np.isnan(largest):
-                        break
-            if np.isnan(largest):
-                break
-        best[row] = channel_of if np.isfinite(largest) else -1
+    highest, surest = np.empty((num_rows, num_panels), np.float32), np.empty((num_threads, num_rows), np.float32)
+    on_threads(_round_rows, num_threads, (x, words, row_scales, norms, num_threads))
+    taken = np.empty(1, np.int64)
+    taken[0] = 0
+    work = (
+        packed_int8, starts, scales, rounded, slack, words, row_scales, norms, highest, surest, num_channels, in_features,
+        rows_per_item, taken, num_items_of(num_panels, num_rows, rows_per_item), num_threads, f32,
+    )  # fmt: skip
+    on_threads(_bound_panels, num_threads, work)
+    on_threads(_decide, num_threads, (x, packed, highest, surest, best, num_channels, num_threads, weight_tag, f32))

@@ -8,9 +8,8 @@ with all of them inside once more.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from ..disk_cache import locked
+from .jit import kernel
 
 # What a layer has beside its products, one int64 each: addresses of norms (0: none) and its sliding window (0: none).
 LAYER_FIELDS = INPUT_NORM, POST_NORM, QUERY_NORM, KEY_NORM, WINDOW = range(5)
@@ -19,8 +18,7 @@ PRODUCTS = QKV, OUT, GATE_UP, DOWN = range(4)
 CACHE_FIELDS = KEYS, VALUES, KEY_SCALES, VALUE_SCALES = range(4)
 
 
-@locked
-@njit(cache=True, boundscheck=False, error_model="numpy", nogil=True)
+@kernel
 def run_layers(
     add_rms_norm, multiply, rotate, store_kv, attend, layers, operands, caches, cache_strides, scale_strides, work, num_rows,
     chunk_rows, num_decodes, sizes, slot_mapping, decodes, windowed_decodes, prefills, eps, scale, num_threads, f32, weight_tag,
@@ -29,7 +27,7 @@ def run_layers(
     """Run all layers on the rows of a step, but for the last one's products after attention.
 
     add_rms_norm, multiply, rotate, store_kv, attend: the kernels of `rows.py`, `gemm.py` (either product), `write.py` and
-    `kernels.py`, as first-class functions. layers (L, LAYER_FIELDS), operands (L, PRODUCTS, gemm.OPERAND_FIELDS) and caches
+    `attend.py`, as first-class functions. layers (L, LAYER_FIELDS), operands (L, PRODUCTS, gemm.OPERAND_FIELDS) and caches
     (L, CACHE_FIELDS) int64. cache_strides: of K (block, head, token, dim), then of V; scale_strides: of K's scales (block,
     head), then of V's: bytes, the same in all layers.
 

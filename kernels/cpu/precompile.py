@@ -27,7 +27,7 @@ def _marker(*combination: object) -> Path | None:
     import numba
     from numba.core.registry import cpu_target
 
-    kernels = load_kernels()[0]
+    kernels = load_kernels("attend")[0]
     folder = Path(kernels.attend.stats.cache_path)
     if cache_root() not in folder.parents or kernels.__file__ is None:
         return None

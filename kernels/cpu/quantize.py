@@ -7,8 +7,8 @@ Zeros have scale 0. What holds a NaN or an infinity has scale NaN, so that what 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from .jit import inner
 from .simd import hmax_magnitude, larger_magnitude, load, splat, store_whole, vdiv, vmul
 
 # A division takes as long as many products; below this scale its inverse may be more than fp32 holds.
@@ -44,15 +44,15 @@ def make_quantize(width, put, by_inverse):
             put(codes + last * code_tag.itemsize, splat(np.float32(0), width), code_tag)
         return scale
 
-    quantize.__qualname__ = f"quantize_{width}_{put.__name__}_{by_inverse}"  # see kernels._make_softmax
-    return njit(boundscheck=False, error_model="numpy")(quantize)
+    quantize.__qualname__ = f"quantize_{width}_{put.__name__}_{by_inverse}"  # see softmax.make_softmax
+    return inner(quantize)
 
 
 _quantize_row_16 = make_quantize(16, store_whole, by_inverse=True)
 _quantize_row_4 = make_quantize(4, store_whole, by_inverse=True)
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def quantize_row(source, target, count, tag, whole_tag):
     """Write `count` elements, at least 4, as the tag's whole numbers, see `simd.store_whole`; return their scale."""
     if count < 16:

@@ -7,14 +7,13 @@ range a thread, so a row's bits depend on nothing but the row. Arithmetic is fp3
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
-from ..disk_cache import locked
+from .jit import inner, kernel, on_threads
 from .quantize import quantize_row
 from .simd import hsum, load, splat, store, vadd, vmul, vsilu, vsub
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def _inverse_rms(row, width, eps, tag, f32):
     """1 / sqrt(mean of squares + eps) of `width` elements, a multiple of 4."""
     if width % 16:
@@ -30,28 +29,33 @@ def _inverse_rms(row, width, eps, tag, f32):
     return np.float32(1) / np.sqrt(hsum(total) / np.float32(width) + eps)
 
 
-@locked
-@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+@inner
+def _add_rms_norm_part(thread, residual, delta, weight, out, num_rows, width, eps, num_threads, delta_tag, tag, f32):
+    """A thread's part of the rows."""
+    for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+        x, d, o = residual + r * width * 4, delta + r * width * delta_tag.itemsize, out + r * width * tag.itemsize
+        if delta != 0:
+            for c in range(width // 16):
+                added = load(d + c * 16 * delta_tag.itemsize, delta_tag, 16)
+                store(x + c * 64, vadd(load(x + c * 64, f32, 16), added), f32)
+        factor = splat(_inverse_rms(x, width, eps, f32, f32), 16)
+        for c in range(width // 16):
+            v = vmul(vmul(load(x + c * 64, f32, 16), factor), load(weight + c * 64, f32, 16))
+            store(o + c * 16 * tag.itemsize, v, tag)
+
+
+@kernel
 def add_rms_norm(residual, delta, weight, out, num_rows, width, eps, num_threads, delta_tag, tag, f32):
     """residual += delta (unless its address is 0); out = residual / rms(residual) * weight.
 
     residual (rows, width) fp32, delta (rows, width) of its tag's dtype, out (rows, width) of the other tag's, weight (width,)
     fp32: addresses of contiguous rows. `width` is a multiple of 16.
     """
-    for thread in prange(num_threads):
-        for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-            x, d, o = residual + r * width * 4, delta + r * width * delta_tag.itemsize, out + r * width * tag.itemsize
-            if delta != 0:
-                for c in range(width // 16):
-                    added = load(d + c * 16 * delta_tag.itemsize, delta_tag, 16)
-                    store(x + c * 64, vadd(load(x + c * 64, f32, 16), added), f32)
-            factor = splat(_inverse_rms(x, width, eps, f32, f32), 16)
-            for c in range(width // 16):
-                v = vmul(vmul(load(x + c * 64, f32, 16), factor), load(weight + c * 64, f32, 16))
-                store(o + c * 16 * tag.itemsize, v, tag)
+    work = (residual, delta, weight, out, num_rows, width, eps, num_threads, delta_tag, tag, f32)
+    on_threads(_add_rms_norm_part, num_threads, work)
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def _rotate_head(source, target, cos, sin, weight, head_dim, eps, source_tag, tag, f32):
     """Rotate one head's halves against each other, after its own RMSNorm where `weight` is not 0."""
     half = head_dim // 2
@@ -68,8 +72,29 @@ def _rotate_head(source, target, cos, sin, weight, head_dim, eps, source_tag, ta
         store(target + (half + c) * tag.itemsize, second, tag)
 
 
-@locked
-@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+@inner
+def _rotate_part(
+    thread, qkv, cos, sin, q_weight, k_weight, query, key, value, num_rows, num_heads, num_kv_heads, head_dim, eps, num_threads,
+    qkv_tag, tag, f32,
+):  # fmt: skip
+    """A thread's part of the rows."""
+    head, qkv_head = head_dim * tag.itemsize, head_dim * qkv_tag.itemsize
+    for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+        source = qkv + r * (num_heads + 2 * num_kv_heads) * qkv_head
+        at_cos, at_sin = cos + r * head_dim * 4, sin + r * head_dim * 4
+        for h in range(num_heads):
+            at, target = source + h * qkv_head, query + (r * num_heads + h) * head
+            _rotate_head(at, target, at_cos, at_sin, q_weight, head_dim, eps, qkv_tag, tag, f32)
+        for h in range(num_kv_heads):
+            at, target = source + (num_heads + h) * qkv_head, key + (r * num_kv_heads + h) * head
+            _rotate_head(at, target, at_cos, at_sin, k_weight, head_dim, eps, qkv_tag, tag, f32)
+            at += num_kv_heads * qkv_head
+            target = value + (r * num_kv_heads + h) * head
+            for c in range(0, head_dim, 4):
+                store(target + c * tag.itemsize, load(at + c * qkv_tag.itemsize, qkv_tag, 4), tag)
+
+
+@kernel
 def rotate(
     qkv, cos, sin, q_weight, k_weight, query, key, value, num_rows, num_heads, num_kv_heads, head_dim, eps, num_threads,
     qkv_tag, tag, f32,
@@ -80,45 +105,43 @@ def rotate(
     sin (rows, D) fp32; q_weight, k_weight (D,) fp32 of the heads' RMSNorm, or 0 for none: addresses of contiguous rows. D is a
     multiple of 8.
     """
-    head, qkv_head = head_dim * tag.itemsize, head_dim * qkv_tag.itemsize
-    for thread in prange(num_threads):
-        for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-            source = qkv + r * (num_heads + 2 * num_kv_heads) * qkv_head
-            at_cos, at_sin = cos + r * head_dim * 4, sin + r * head_dim * 4
-            for h in range(num_heads):
-                at, target = source + h * qkv_head, query + (r * num_heads + h) * head
-                _rotate_head(at, target, at_cos, at_sin, q_weight, head_dim, eps, qkv_tag, tag, f32)
-            for h in range(num_kv_heads):
-                at, target = source + (num_heads + h) * qkv_head, key + (r * num_kv_heads + h) * head
-                _rotate_head(at, target, at_cos, at_sin, k_weight, head_dim, eps, qkv_tag, tag, f32)
-                at += num_kv_heads * qkv_head
-                target = value + (r * num_kv_heads + h) * head
-                for c in range(0, head_dim, 4):
-                    store(target + c * tag.itemsize, load(at + c * qkv_tag.itemsize, qkv_tag, 4), tag)
+    work = (
+        qkv, cos, sin, q_weight, k_weight, query, key, value, num_rows, num_heads, num_kv_heads, head_dim, eps, num_threads,
+        qkv_tag, tag, f32,
+    )  # fmt: skip
+    on_threads(_rotate_part, num_threads, work)
 
 
-@locked
-@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+@inner
+def _silu_mul_part(thread, gate_up, out, num_rows, width, num_threads, gate_up_tag, tag):
+    """A thread's part of the rows."""
+    for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+        gate, o = gate_up + 2 * r * width * gate_up_tag.itemsize, out + r * width * tag.itemsize
+        for c in range(0, width, 16):
+            g = load(gate + c * gate_up_tag.itemsize, gate_up_tag, 16)
+            u = load(gate + (width + c) * gate_up_tag.itemsize, gate_up_tag, 16)
+            store(o + c * tag.itemsize, vmul(vsilu(g), u), tag)
+
+
+@kernel
 def silu_mul(gate_up, out, num_rows, width, num_threads, gate_up_tag, tag):
     """out = silu(gate) * up. gate_up (rows, 2 * width), out (rows, width): addresses; `width` is a multiple of 16."""
-    for thread in prange(num_threads):
-        for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-            gate, o = gate_up + 2 * r * width * gate_up_tag.itemsize, out + r * width * tag.itemsize
-            for c in range(0, width, 16):
-                g = load(gate + c * gate_up_tag.itemsize, gate_up_tag, 16)
-                u = load(gate + (width + c) * gate_up_tag.itemsize, gate_up_tag, 16)
-                store(o + c * tag.itemsize, vmul(vsilu(g), u), tag)
+    on_threads(_silu_mul_part, num_threads, (gate_up, out, num_rows, width, num_threads, gate_up_tag, tag))
 
 
-@locked
-@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+@inner
+def _quantize_part(thread, x, out, scales, num_rows, width, num_threads, tag, out_tag):
+    """A thread's part of the rows."""
+    for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+        source, target = x + r * width * tag.itemsize, out + r * width * out_tag.itemsize
+        scales[r] = quantize_row(source, target, width, tag, out_tag)
+
+
+@kernel
 def quantize(x, out, scales, num_rows, width, num_threads, tag, out_tag):
     """Round each row to 255 levels: x = out * scale, the row's largest magnitude at 127; as uint8, out has 128 for 0.
 
     x (rows, width) of the tag's dtype, out (rows, width) of the other tag's, int16 or uint8: addresses; scales (rows,) fp32 is
     written. A row that holds a NaN or an infinity has a NaN for its scale. `width` is at least 4.
     """
-    for thread in prange(num_threads):
-        for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-            source, target = x + r * width * tag.itemsize, out + r * width * out_tag.itemsize
-            scales[r] = quantize_row(source, target, width, tag, out_tag)
+    on_threads(_quantize_part, num_threads, (x, out, scales, num_rows, width, num_threads, tag, out_tag))

@@ -165,7 +165,7 @@ def _functions(is_int8: bool, weight_type: str, cache_type: str, narrow_type: st
             (i64, pair, i64, pair, i64, four, i64, four, triple, triple, ints, *[i64] * 4, tag32, tag(cache_type), tag32),
         ),
         (
-            load_kernels()[0].attend,
+            load_kernels("attend")[0].attend,
             (
                 i64, pair, i64, triple, i64, triple, triple, triple, i64, pair, i64, i64, pair, ints,
                 types.Array(types.int32, 2, "C"), *[rows] * 4, tag32, *[i64] * 6, f32, i64, f32, i64, tag32,
@@ -173,4 +173,6 @@ def _functions(is_int8: bool, weight_type: str, cache_type: str, narrow_type: st
             ),
         ),
     )  # fmt: skip
-    return tuple(types.CompileResultWAP(kernel.get_compile_result(types.none(*of))) for kernel, of in signatures)
+    for kernel, of in signatures:
+        kernel.compile(of)  # as a call from Python would: under another key the disk cache would hold it twice
+    return tuple(types.CompileResultWAP(kernel.overloads[of]) for kernel, of in signatures)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .jit import inner
 from .simd import (
     F32,
     I64,
@@ -36,12 +37,12 @@ _GROUP_ROWS = {1: 14, 2: 14, 4: 6} if LANES == 16 else {1: 6, 2: 3, 4: 1}
 ROWS_TOGETHER = _GROUP_ROWS[2 * LANES // 16]  # beside two registers of columns
 
 
-@njit(boundscheck=False, error_model="numpy")
-def aligned_floats(num_rows, width):
-    """Return an fp32 array (num_rows, width) that begins with a cache line; numba's own arrays begin with half of one."""
-    raw = np.empty(num_rows * width + 16, np.float32)
+@inner
+def aligned_floats(count):
+    """Return an fp32 array (count,) that begins with a cache line; numba's own arrays begin with half of one."""
+    raw = np.empty(count + 16, np.float32)
     skipped = (-raw.ctypes.data % 64) // 4
-    return raw[skipped : skipped + num_rows * width].reshape(num_rows, width)
+    return raw[skipped : skipped + count]
 
 
 def _offset(builder, base, index, stride):

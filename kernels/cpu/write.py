@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
-from ..disk_cache import locked
+from .jit import inner, keep_alive, kernel, on_threads
 from .quantize import make_quantize
 from .simd import copy_element, is_int8, splat, store
 
@@ -13,7 +12,7 @@ _quantize_16 = make_quantize(16, store, by_inverse=False)
 _quantize_4 = make_quantize(4, store, by_inverse=False)
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def _store_head(source, cache, dim_stride, scale_address, codes, head_dim, tag, cache_tag, f32):
     """Store one head in its slot, bit for bit or (int8) quantized; `codes` is room for head_dim bytes."""
     if is_int8(cache_tag):
@@ -27,7 +26,7 @@ def _store_head(source, cache, dim_stride, scale_address, codes, head_dim, tag, 
         copy_element(cache + d * dim_stride, source + d * cache_tag.itemsize, cache_tag)
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def _store_heads(
     source, source_row, cache, token_stride, dim_stride, scale_address, codes, num_tokens, head_dim, tag, cache_tag, f32
 ):  # fmt: skip
@@ -46,7 +45,7 @@ def _store_heads(
             )  # fmt: skip
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def store_token(
     key, value, head_bytes, key_cache, key_strides, value_cache, value_strides, key_scales, value_scales, slot, first_head,
     end_head, block_size, codes, head_dim, tag, cache_tag, f32,
@@ -66,7 +65,7 @@ def store_token(
         _store_head(value + h * head_bytes, v_dst, value_strides[3], v_scale, codes, head_dim, tag, cache_tag, f32)
 
 
-@njit(boundscheck=False, error_model="numpy")
+@inner
 def _run_of_slots(slot_mapping, first, end, block_size):
     """Return the token after those from `first` on that have neighbouring slots of one block."""
     last = first
@@ -75,8 +74,40 @@ def _run_of_slots(slot_mapping, first, end, block_size):
     return last + 1
 
 
-@locked
-@njit(parallel=True, cache=True, boundscheck=False, error_model="numpy", nogil=True)
+@inner
+def _store_part(
+    thread, key, key_src_strides, value, value_src_strides, key_cache, key_strides, value_cache, value_strides, key_scales,
+    value_scales, slot_mapping, num_kv_heads, head_dim, block_size, num_threads, tag, cache_tag, f32,
+):  # fmt: skip
+    """Store a thread's part of the tokens."""
+    num_tokens = slot_mapping.shape[0]
+    codes_buf = np.empty(head_dim, np.int8)
+    codes = codes_buf.ctypes.data
+    t, end = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads
+    while t < end:
+        run_end = _run_of_slots(slot_mapping, t, end, block_size)
+        if slot_mapping[t] >= 0:
+            block, offset = slot_mapping[t] // block_size, slot_mapping[t] % block_size
+            for h in range(num_kv_heads):
+                k_src = key + t * key_src_strides[0] + h * key_src_strides[1]
+                v_src = value + t * value_src_strides[0] + h * value_src_strides[1]
+                k_dst = key_cache + block * key_strides[0] + h * key_strides[1] + offset * key_strides[2]
+                v_dst = value_cache + block * value_strides[0] + h * value_strides[1] + offset * value_strides[2]
+                k_scale = key_scales[0] + block * key_scales[1] + h * key_scales[2] + offset * 4
+                v_scale = value_scales[0] + block * value_scales[1] + h * value_scales[2] + offset * 4
+                _store_heads(
+                    k_src, key_src_strides[0], k_dst, key_strides[2], key_strides[3], k_scale, codes, run_end - t, head_dim,
+                    tag, cache_tag, f32,
+                )  # fmt: skip
+                _store_heads(
+                    v_src, value_src_strides[0], v_dst, value_strides[2], value_strides[3], v_scale, codes, run_end - t,
+                    head_dim, tag, cache_tag, f32,
+                )  # fmt: skip
+        t = run_end
+    keep_alive(codes_buf)
+
+
+@kernel
 def store_kv(
     key, key_src_strides, value, value_src_strides, key_cache, key_strides, value_cache, value_strides, key_scales,
     value_scales, slot_mapping, num_kv_heads, head_dim, block_size, num_threads, tag, cache_tag, f32,
@@ -86,28 +117,8 @@ def store_kv(
     Source strides in bytes (token, head); cache strides (block, head, token, dim). key_scales, value_scales as `attend` takes
     them.
     """
-    num_tokens = slot_mapping.shape[0]
-    for thread in prange(num_threads):
-        codes_buf = np.empty(head_dim, np.int8)
-        codes = codes_buf.ctypes.data
-        t, end = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads
-        while t < end:
-            run_end = _run_of_slots(slot_mapping, t, end, block_size)
-            if slot_mapping[t] >= 0:
-                block, offset = slot_mapping[t] // block_size, slot_mapping[t] % block_size
-                for h in range(num_kv_heads):
-                    k_src = key + t * key_src_strides[0] + h * key_src_strides[1]
-                    v_src = value + t * value_src_strides[0] + h * value_src_strides[1]
-                    k_dst = key_cache + block * key_strides[0] + h * key_strides[1] + offset * key_strides[2]
-                    v_dst = value_cache + block * value_strides[0] + h * value_strides[1] + offset * value_strides[2]
-                    k_scale = key_scales[0] + block * key_scales[1] + h * key_scales[2] + offset * 4
-                    v_scale = value_scales[0] + block * value_scales[1] + h * value_scales[2] + offset * 4
-                    _store_heads(
-                        k_src, key_src_strides[0], k_dst, key_strides[2], key_strides[3], k_scale, codes, run_end - t, head_dim,
-                        tag, cache_tag, f32,
-                    )  # fmt: skip
-                    _store_heads(
-                        v_src, value_src_strides[0], v_dst, value_strides[2], value_strides[3], v_scale, codes, run_end - t,
-                        head_dim, tag, cache_tag, f32,
-                    )  # fmt: skip
-            t = run_end
+    work = (
+        key, key_src_strides, value, value_src_strides, key_cache, key_strides, value_cache, value_strides, key_scales,
+        value_scales, slot_mapping, num_kv_heads, head_dim, block_size, num_threads, tag, cache_tag, f32,
+    )  # fmt: skip
+    on_threads(_store_part, num_threads, work)

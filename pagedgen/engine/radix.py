@@ -41,7 +41,8 @@ def insert(parents, starts, lengths, pool, table, num_nodes, num_pooled, tokens,
             child = table[slot]
             if child < 0:  # nobody came this way: one edge for the rest
                 parents[num_nodes], starts[num_nodes], lengths[num_nodes] = node, num_pooled, end - at
-                pool[num_pooled : num_pooled + end - at] = tokens[at:end]
+                for t in range(at, end):  # a slice would bring the message of an error that can't be, 3 s to compile
+                    pool[num_pooled + t - at] = tokens[t]
                 num_pooled += end - at
                 table[slot] = num_nodes
                 node, at = num_nodes, end

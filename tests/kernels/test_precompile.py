@@ -26,7 +26,15 @@ key, query = torch.ones(2, 3, 64), torch.ones(2, 9, 64)
 write_kv(key, key, *cache, torch.tensor([0, 40]))
 lengths = torch.tensor([1, 9], dtype=torch.int32)
 paged_decode(query, *cache, torch.tensor([[0], [1]], dtype=torch.int32), lengths, torch.empty_like(query), scale=0.1)
-for kernel in (load_kernels()[0].attend, load_kernels("write")[0].store_kv):
+for kernel in (load_kernels("attend")[0].attend, load_kernels("write")[0].store_kv):
+    print(sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
+"""
+# A run comes to the kernels through the call of all layers, by other signatures and in another order of imports.
+LAYERS = """
+from pagedgen.kernels.cpu import load_kernels, stack
+attend = load_kernels("attend")[0].attend
+stack._functions(False, "float32", "float32", "float32")
+for kernel in (attend, load_kernels("write")[0].store_kv):
     print(sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
 """
 
@@ -42,6 +50,7 @@ def _run(code: str, cache: str) -> list[str]:
 def test_what_one_process_compiles_later_ones_find(tmp_path):
     cache = str(tmp_path)
     assert _run(START, cache) == ["started"]
+    assert _run(LAYERS, cache) == ["1 0", "1 0"]
     assert _run(DECODE, cache) == ["1 0", "1 0"]
     assert _run(START, cache) == ["nothing to do"]
 

@@ -11,7 +11,6 @@ from itertools import pairwise
 import pytest
 import torch
 from attention_calls import decode
-from pagedgen.kernels import cpu as compiled
 from pagedgen.kernels.api import load_backend
 
 from pagedgen.threads import set_threads
@@ -120,12 +119,14 @@ def test_shared_blocks_are_read_through_the_first_row_alone(make_case, share_blo
 
 def test_a_group_is_cut_into_items_for_all_threads(make_case, share_blocks):
     """One group of one KV head still gives each of two threads half of its rows."""
-    kernels, _ = compiled.load_kernels()
+    numba = pytest.importorskip("numba")
+    from pagedgen.kernels.cpu.items import plan_items
+
     case, shared = build(make_case, share_blocks, random.Random(0), [(16, 20)], (1, 1), 16, 16, torch.float32)
     cut = cpu.cut_rows(
         case.block_tables, None, case.seq_lens_kv, shared, max_seqlen_q=1, num_heads=1, num_kv_heads=1, num_threads=2
     )
-    items, bounds = kernels._plan_items(
+    items, bounds = numba.njit(lambda *args: plan_items(*args))(
         cut.cu_seqlens_q, cut.seq_lens_kv, cut.row_bounds, cut.num_shared_blocks, 1, cut.heads_per_item, 16,
         cut.queries_per_item, 0, 2,
     )  # fmt: skip

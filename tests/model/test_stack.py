@@ -111,7 +111,7 @@ def test_its_kernels_are_those_that_were_compiled_ahead(tiny_model, engine_run, 
     run = engine_run(tiny_model("llama"), backend="cpu")
     kernels = [
         getattr(load_kernels(name)[0], kernel)
-        for name, kernel in (("gemm", "product"), ("rows", "add_rms_norm"), ("rows", "rotate"), ("kernels", "attend"))
+        for name, kernel in (("gemm", "product"), ("rows", "add_rms_norm"), ("rows", "rotate"), ("attend", "attend"))
     ]
     run.engine.runner._model.stack = None
     run.answer(make_prompts([3, 17]), PARAMS)
