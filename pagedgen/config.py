@@ -41,6 +41,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    knee_tokens: int = 0  # see `engine.scheduler.Scheduler`; what `tune` found, where max_num_batched_tokens isn't given
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None

@@ -19,7 +19,7 @@ from ..model.spec import ModelSpec
 from ..request import Sequence
 from .scheduler import ScheduledStep
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass
@@ -37,7 +37,7 @@ class MachineProfile:
     spared_s_per_token: float  # less for each token of context that cascade attention reads for another row already
     start_s: float  # from the command to the first step
     decode_s_by_block_size: dict[str, float] = field(default_factory=dict)  # attention of `decode_rows` rows, all layers
-    max_num_batched_tokens: int = 0  # the knee: where larger steps stop being faster by the token
+    knee_tokens: int = 0  # where larger steps stop being faster by the token
     fit_error: float = 0.0  # mean of |predicted - measured| ÷ measured, over the measured steps
     format: int = FORMAT
 

@@ -26,6 +26,7 @@ from .block_manager import BlockManager
 from .leaders import Leaders
 
 _PEEKED_ROWS = 16  # of the queue, whose ends admission looks at
+_SPREAD_STEPS = 8  # over which prompts fill the free part of the pool, once steps are as large as they need to be
 
 
 @dataclass
@@ -62,12 +63,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         watermark: float = 0.01,
         keeps_prefixes: bool = False,
+        knee_tokens: int = 0,
         admission: Admission | None = None,
     ):
         """`watermark`: share of the pool kept free at admission, so that running rows can grow before any is preempted.
         `keeps_prefixes`: no row is admitted in the place of blocks that others will look for. For rows that come group by
-        group: in any other order there may be too many such blocks. `admission`: another rule than the forecast; it keeps a
-        reserve of its own.
+        group: in any other order there may be too many such blocks. `knee_tokens`: a step of fewer takes as long as one of so
+        many, a larger one longer by the token, so prompts are spread over steps; 0 where that isn't known. `admission`: another
+        rule than the forecast; it keeps a reserve of its own.
         """
         assert max_num_batched_tokens >= max_num_seqs
         self._blocks = block_manager
@@ -75,6 +78,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._admission = admission or Admission(block_manager, reserve_blocks=int(watermark * block_manager.num_blocks))
         self._keeps_prefixes = keeps_prefixes
+        self._knee_tokens = knee_tokens
         self._waiting: list[tuple[bool, tuple[int, int], int, Sequence]] = []  # a heap, see `_queue`
         self._num_added = 0
         self.num_waiting_tokens = 0  # of prompts that were not admitted yet
@@ -132,7 +136,7 @@ class Scheduler:
         decodes: list[Sequence] = []
         prefills: list[tuple[Sequence, int]] = []
         num_decoding = sum(len(s.token_ids) - s.num_computed_tokens == 1 for s in self.running)
-        prefill_budget = self._max_num_batched_tokens - num_decoding
+        prefill_budget = self._prefill_budget(num_decoding)
         preemptions_before = self.num_preemptions
 
         index = 0
@@ -161,6 +165,19 @@ class Scheduler:
         )
         assert step.sequences or not self.has_unfinished, "no row can progress"
         return step
+
+    def _prefill_budget(self, num_decoding: int) -> int:
+        """Return how many tokens of prompts a step takes.
+
+        Taken in all at once, prompts make a few steps long and leave those between them with so few tokens that reading the
+        weights is most of what they do. So a step that has enough of them takes no more than would fill what is free of the
+        pool over the next steps: fuller where rows have left, and just enough to replace those that leave at other times.
+        """
+        budget = self._max_num_batched_tokens - num_decoding
+        if not self._knee_tokens:
+            return budget
+        free_tokens = self._blocks.num_available_blocks * self._blocks.block_size
+        return min(budget, max(self._knee_tokens - num_decoding, free_tokens // _SPREAD_STEPS, self._blocks.block_size))
 
     def advance(self, step: ScheduledStep) -> None:
         """Take note that a step was computed; blocks that others wait for can be found from now on."""
@@ -362,6 +379,7 @@ def make_scheduler(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         keeps_prefixes=config.sort == "prefix",
+        knee_tokens=config.knee_tokens,
         admission=Admission(blocks, reserve_blocks=int(config.watermark * num_blocks), is_ample=is_ample),
     )
     scheduler.prefix.enabled = config.enable_prefix_caching

@@ -147,7 +147,7 @@ def fit_profile(steps: list[MeasuredStep], machine: str, block_size: int, start_
         random_s_per_row=float(solution[-2]),
         spared_s_per_token=float(solution[-1]),
         start_s=start_s,
-        max_num_batched_tokens=int(knee),
+        knee_tokens=int(knee),
         fit_error=float(np.mean(np.abs(predicted - seconds) / seconds)),
     )
 

@@ -51,10 +51,9 @@ def stored_profile(opened: Any) -> Any:
 def tuned(opened: Any, config: EngineConfig) -> Any:
     """Return an opened model with what `tune` found best where the flags leave it open: the tokens in a step."""
     profile = stored_profile(opened)
-    if profile is None or not profile.max_num_batched_tokens or config.max_num_batched_tokens is not None:
+    if profile is None or config.max_num_batched_tokens is not None:
         return opened
-    budget = max(profile.max_num_batched_tokens, opened.config.max_num_seqs)
-    return replace(opened, config=replace(opened.config, max_num_batched_tokens=budget))
+    return replace(opened, config=replace(opened.config, knee_tokens=profile.knee_tokens))
 
 
 def _path(opened: Any) -> Any:
@@ -240,7 +239,7 @@ def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
     steps = measure_steps(engine, progress.note)
     profile = fit_profile(steps, _machine(opened.config.device), opened.config.block_size or 0, start_s)
     if config.max_num_batched_tokens is not None:
-        profile.max_num_batched_tokens = 0  # what larger steps are like wasn't seen
+        profile.knee_tokens = 0  # what larger steps are like wasn't seen
     progress.phase("measuring block sizes")
     profile.decode_s_by_block_size = measure_block_sizes(engine)
     path = _path(opened)

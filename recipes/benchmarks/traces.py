@@ -7,7 +7,8 @@ An 8B-class model (32 layers, 8 KV heads of 128, 16 bits: 128 KiB a token) on a 
 takes its GEMMs (weights read once, or 16 GFLOP a token, whichever is more) and its attention (K/V read). Arrival times are not
 used: this is an offline job. Policies:
 
-    ours          output lengths unknown, learned while rows end; groups together
+    ours          output lengths unknown, learned while rows end; groups together; prompts spread over steps
+    at once       the same, with prompts in steps as large as they come
     ours, known   the same with each row's length known, longest first
     first-come    in the order of the trace, room for prompt and most output reserved, nothing shared
     lru           (traces with hash_ids) in the order of the trace, admission as ours, cached blocks dropped by last use
@@ -35,6 +36,9 @@ from pagedgen.sampling_params import SamplingParams
 BYTES_PER_TOKEN = 128 * 1024
 WEIGHTS_BYTES, READ_PER_S = 16e9, 2e12
 FLOP_PER_TOKEN, FLOP_PER_S = 16e9, 600e12
+KNEE_TOKENS = int(
+    WEIGHTS_BYTES / READ_PER_S * FLOP_PER_S / FLOP_PER_TOKEN
+)  # of a step that takes as long as reading the weights
 MAX_ROWS = 4096
 MAX_TOKENS = 2048
 
@@ -71,7 +75,7 @@ class WorstCase(Admission):
 
 def run(rows: list[tuple[Any, int]], policy: str, num_blocks: int, block_size: int, budget: int) -> dict[str, Any]:
     """Run one policy and return its line's content."""
-    shares = policy in ("ours", "ours, known", "lru") and block_size == HASHED_TOKENS
+    shares = policy != "first-come" and block_size == HASHED_TOKENS
     blocks = BlockManager(num_blocks, block_size, prefix_caching=shares)
     if policy == "lru":  # a server can't know who will come: all blocks are equally wanted
         blocks.cache.users = lambda digest: 1  # type: ignore[method-assign]
@@ -81,6 +85,7 @@ def run(rows: list[tuple[Any, int]], policy: str, num_blocks: int, block_size: i
         max_num_seqs=min(MAX_ROWS, budget),
         max_num_batched_tokens=budget,
         keeps_prefixes=shares and policy != "lru",
+        knee_tokens=KNEE_TOKENS if policy.startswith("ours") else 0,
         admission=admission,
     )
     scheduler.prefix.enabled = shares
@@ -92,7 +97,7 @@ def run(rows: list[tuple[Any, int]], policy: str, num_blocks: int, block_size: i
         requests.append(Request(i, prompt, params, most, ends, 0))
     feed: Any = ListFeed(requests)
     sharing = None
-    if policy in ("ours", "ours, known"):
+    if policy in ("ours", "ours, known", "at once"):
         feed = PlannedFeed(feed, block_size)
         feed.read(lambda: False)
         sharing = feed.sharing
@@ -152,7 +157,7 @@ def main() -> None:
     rows = list(read_trace(args.trace, args.rows))
     hashed = args.trace.endswith(".jsonl")
     block_size = HASHED_TOKENS if hashed else 16
-    policies = args.policy or ["ours", "ours, known", *(["lru"] if hashed else []), "first-come"]
+    policies = args.policy or ["ours", "at once", "ours, known", *(["lru"] if hashed else []), "first-come"]
     for gib in args.pool_gib:
         num_blocks = int(gib * 2**30 / BYTES_PER_TOKEN / block_size)
         for policy in policies:

@@ -79,8 +79,9 @@ def test_tune_measures_and_plan_uses_it(tiny_model, prompts, cache):
     told = plan(model, prompts)
     assert told["forecast"]["generate_s"] > 0
     assert told["forecast"]["wall_s"] > told["forecast"]["generate_s"] + profile["start_s"] - 1
-    assert told["config"]["max_num_batched_tokens"] == max(profile["max_num_batched_tokens"], told["config"]["max_num_seqs"])
-    assert plan(model, prompts, "--max-num-batched-tokens", 200)["config"]["max_num_batched_tokens"] == 200
+    assert told["config"]["knee_tokens"] == profile["knee_tokens"] > 0
+    given = plan(model, prompts, "--max-num-batched-tokens", 200)["config"]
+    assert (given["max_num_batched_tokens"], given["knee_tokens"]) == (200, 0)
     assert "tokens/s" in pagedgen("plan", model, prompts).stdout
 
 

@@ -191,10 +191,11 @@ rows_strategy = st.lists(
     max_num_seqs=st.integers(4, 9),
     extra_budget=st.integers(0, 30),
     watermark=st.sampled_from([0.0, 0.01, 0.3]),
+    knee_tokens=st.sampled_from([0, 6, 40]),
     data=st.data(),
 )
 def test_every_row_ends_whatever_the_pool(
-    rows, block_size, spare_blocks, host_blocks, prefix_caching, max_num_seqs, extra_budget, watermark, data
+    rows, block_size, spare_blocks, host_blocks, prefix_caching, max_num_seqs, extra_budget, watermark, knee_tokens, data
 ):
     """Random rows and samples, many with a common beginning, that may end early or be cancelled, through pools down to the
     largest row: all end, no block is lost, the oldest row progresses in every step, and every row reads its own tokens.
@@ -204,7 +205,9 @@ def test_every_row_ends_whatever_the_pool(
         largest + spare_blocks, block_size, prefix_caching=prefix_caching, host_blocks=host_blocks, record_history=True
     )
     budget = max_num_seqs + extra_budget
-    scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, watermark=watermark)
+    scheduler = Scheduler(
+        blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, watermark=watermark, knee_tokens=knee_tokens
+    )
     pool = NaivePool(blocks)
     tables = BlockTableArray(max_num_seqs, width=1)
     for row, (prompt_len, max_tokens, n, group) in enumerate(rows):

@@ -31,7 +31,7 @@ def test_the_fit_finds_the_costs(steps):
     for shape in ((40, 40 * 500, 0, 40), (700, 100, 700 * 701 // 2, 3), (1024, 0, 1024 * 1500, 0), (1, 2000, 0, 1)):
         assert profile.predict(*shape) == pytest.approx(true_seconds(*shape), rel=0.12)
     assert profile.predict(2048, 0, 0, 0) == pytest.approx(2 * profile.predict(1024, 0, 0, 0))
-    assert profile.max_num_batched_tokens in (512, 1024)
+    assert profile.knee_tokens in (512, 1024)
 
 
 def test_it_is_kept_and_a_broken_file_is_none(tmp_path, steps):
