@@ -14,7 +14,7 @@ import numpy as np
 
 from .items import END_KV_HEAD, END_ROW, FIRST_QUERY, KV_HEAD, NUM_SHARED, ROW, plan_items
 from .jit import inner, keep_alive, kernel, on_threads
-from .simd import hmax, hsum, is_uint8, load, splat, store, vexp, vmul
+from .simd import hmax, hsum, is_uint8, item_bytes, load, splat, store, vexp, vmul
 from .softmax import make_softmax
 from .tiles import NUM_SUMS, aligned_floats, pv_tile, qk_tile
 from .write import store_token
@@ -32,15 +32,15 @@ def _scores(q, q_row, k, k_row, tag, s, s_row, depth, num_rows, block_size, ahea
     """
     if is_uint8(sizes) and block_size < 16:
         for c in range(block_size // 4):
-            kc = k + c * 4 * tag.itemsize
+            kc = k + c * 4 * item_bytes(tag)
             qk_tile(q, q_row, kc, k_row, tag, s + c * 16, s_row, depth, num_rows, kc + ahead, k_row, 1, 4)
     elif block_size == 16 or (NUM_SUMS < 16 and 2 * num_rows > NUM_SUMS):
         for c in range(block_size // 16):
-            kc = k + c * 16 * tag.itemsize
+            kc = k + c * 16 * item_bytes(tag)
             qk_tile(q, q_row, kc, k_row, tag, s + c * 64, s_row, depth, num_rows, kc + ahead, k_row, 1, 16)
     else:
         for c in range(block_size // 32):
-            kc = k + c * 32 * tag.itemsize
+            kc = k + c * 32 * item_bytes(tag)
             qk_tile(q, q_row, kc, k_row, tag, s + c * 128, s_row, depth, num_rows, kc + ahead, k_row, 2, 16)
 
 
@@ -53,22 +53,22 @@ def _weigh(p, p_row, v, v_row, tag, acc, acc_row, correction, num_tokens, num_ro
     """
     if is_uint8(sizes) and head_dim < 16:
         for c in range((head_dim + 3) // 4):
-            vc = v + min(c * 4, head_dim - 4) * tag.itemsize
+            vc = v + min(c * 4, head_dim - 4) * item_bytes(tag)
             pv_tile(p, p_row, vc, v_row, tag, acc + c * 16, acc_row, correction, num_tokens, num_rows, vc + ahead, v_row, 1, 4)
         return
     wide = 0  # vectors done
     if NUM_SUMS >= 16 or 4 * num_rows <= NUM_SUMS:
         for c in range(0, head_dim // 64 * 4, 4):
-            vc = v + c * 16 * tag.itemsize
+            vc = v + c * 16 * item_bytes(tag)
             pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, vc + ahead, v_row, 4, 16)
         wide = head_dim // 64 * 4
     elif 2 * num_rows <= NUM_SUMS:
         for c in range(0, head_dim // 32 * 2, 2):
-            vc = v + c * 16 * tag.itemsize
+            vc = v + c * 16 * item_bytes(tag)
             pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, vc + ahead, v_row, 2, 16)
         wide = head_dim // 32 * 2
     for c in range(wide, (head_dim + 15) // 16):
-        vc = v + min(c * 16, head_dim - 16) * tag.itemsize
+        vc = v + min(c * 16, head_dim - 16) * item_bytes(tag)
         pv_tile(p, p_row, vc, v_row, tag, acc + c * 64, acc_row, correction, num_tokens, num_rows, vc + ahead, v_row, 1, 16)
 
 
@@ -79,12 +79,12 @@ def _load_query(source, target, count, scale, tag, f32, sizes):
         factor4 = splat(scale, 4)
         for c in range((count + 3) // 4):
             i = min(c * 4, count - 4)
-            store(target + 4 * i, vmul(load(source + i * tag.itemsize, tag, 4), factor4), f32)
+            store(target + 4 * i, vmul(load(source + i * item_bytes(tag), tag, 4), factor4), f32)
         return
     factor = splat(scale, 16)
     for c in range((count + 15) // 16):
         i = min(c * 16, count - 16)
-        store(target + 4 * i, vmul(load(source + i * tag.itemsize, tag, 16), factor), f32)
+        store(target + 4 * i, vmul(load(source + i * item_bytes(tag), tag, 16), factor), f32)
 
 
 @inner
@@ -93,11 +93,11 @@ def _store_output(acc, target, head_dim, inverse, tag, f32, sizes):
     if is_uint8(sizes) and head_dim < 16:
         factor4 = splat(inverse, 4)
         for c in range((head_dim + 3) // 4):
-            store(target + min(c * 4, head_dim - 4) * tag.itemsize, vmul(load(acc + c * 16, f32, 4), factor4), tag)
+            store(target + min(c * 4, head_dim - 4) * item_bytes(tag), vmul(load(acc + c * 16, f32, 4), factor4), tag)
         return
     factor = splat(inverse, 16)
     for c in range((head_dim + 15) // 16):
-        store(target + min(c * 16, head_dim - 16) * tag.itemsize, vmul(load(acc + c * 64, f32, 16), factor), tag)
+        store(target + min(c * 16, head_dim - 16) * item_bytes(tag), vmul(load(acc + c * 64, f32, 16), factor), tag)
 
 
 @inner
@@ -132,8 +132,8 @@ def _attend_tiles(
         next_block = np.int64(block_tables[row, tile + 1]) if tile + 1 < end_tile else block
         if slot >= 0 and tile + 1 == end_tile:
             store_token(
-                new_key, new_value, new_head, key_cache, (key_strides[0], key_strides[1], kv_tag.itemsize, key_strides[2]),
-                value_cache, (value_strides[0], value_strides[1], value_strides[2], kv_tag.itemsize), key_scales, value_scales,
+                new_key, new_value, new_head, key_cache, (key_strides[0], key_strides[1], item_bytes(kv_tag), key_strides[2]),
+                value_cache, (value_strides[0], value_strides[1], value_strides[2], item_bytes(kv_tag)), key_scales, value_scales,
                 slot, first_kv_head, end_kv_head, block_size, codes, head_dim, q_tag, kv_tag, f32,
             )  # fmt: skip
         for kv_head in range(first_kv_head, end_kv_head):
@@ -292,7 +292,7 @@ def attend(
     inner), inner being one head_dim element of K and one token of V. key_scales, value_scales: address and strides in bytes
     (block, head) of int8 caches' scales, fp32, a head's contiguous; zeros otherwise. block_tables (S, B), cu_seqlens_q
     (S + 1,), seq_lens_kv (S,), row_bounds (G + 1,), num_shared_blocks (G,) int32. window 0 and softcap 0 mean none; sinks (H,)
-    fp32 or empty. sizes: an empty array, uint8 where block_size or head_dim may be below 16, or else of any other dtype: then
+    fp32 or empty. sizes: a tag, uint8 where block_size or head_dim may be below 16, or else of any other dtype: then
     what serves narrow vectors is not compiled, a sixth of the whole.
     """
     group = num_heads // num_kv_heads

@@ -26,7 +26,8 @@ _ROWS_PER_ITEM = 42
 _ITEMS_PER_THREAD = 2
 
 _F32 = TAGS[torch.float32]
-_NARROW = np.empty(0, np.uint8)
+NO_SINKS = np.empty(0, np.float32)
+_NARROW = np.uint8(0)
 _NO_SLOTS = np.empty(0, np.int64)
 
 
@@ -153,7 +154,7 @@ def cut_rows(
     )
 
 
-def narrow_tag(block_size: int, head_dim: int) -> np.ndarray[Any, Any]:
+def narrow_tag(block_size: int, head_dim: int) -> np.generic:
     """Return the tag that says whether vectors of less than 16 lanes are needed."""
     return _NARROW if min(block_size, head_dim) < 16 else _F32
 
@@ -209,7 +210,7 @@ def paged_prefill(
         (0, 0),
         _NO_SLOTS,
         *rows[:5],
-        _F32 if sinks is None else sinks.detach().float().numpy(),
+        NO_SINKS if sinks is None else sinks.detach().float().numpy(),
         num_heads,
         num_kv_heads,
         head_dim,

@@ -12,15 +12,15 @@ import torch
 
 from . import load_kernels
 
-_F32 = np.empty(0, np.float32)
-_UINT8, _INT16 = np.empty(0, np.uint8), np.empty(0, np.int16)
-_PAIRS = np.empty(0, np.uint32)
-# What tells a compiled kernel the dtype behind an address (see `simd.py`).
-TAGS: dict[torch.dtype, np.ndarray[Any, Any]] = {
+# What tells a compiled kernel the dtype behind an address (see `simd.py`): a number whose type is looked at, not its value.
+_F32 = np.float32(0)
+_UINT8, _INT16 = np.uint8(0), np.int16(0)
+_PAIRS = np.uint32(0)
+TAGS: dict[torch.dtype, np.generic] = {
     torch.float32: _F32,
-    torch.bfloat16: np.empty(0, np.uint16),
-    torch.float16: np.empty(0, np.int16),
-    torch.int8: np.empty(0, np.int8),
+    torch.bfloat16: np.uint16(0),
+    torch.float16: _INT16,
+    torch.int8: np.int8(0),
 }
 
 
@@ -242,7 +242,7 @@ def best_channels(
     return best
 
 
-def tag_of_panels(weight: Panels) -> np.ndarray[Any, Any]:
+def tag_of_panels(weight: Panels) -> np.generic:
     """Return the tag of a weight's dtype; of whole numbers, that of the rows rounded to meet it."""
     if weight.scales is not None:
         return _UINT8 if load_kernels("gemm")[0].TOGETHER == 4 else _INT16

@@ -14,17 +14,7 @@ import numpy as np
 
 from .jit import inner, keep_alive, kernel, on_threads
 from .quantize import quantize_row
-from .simd import (
-    is_pairs,
-    load,
-    splat,
-    store,
-    take_next,
-    vadd,
-    vmul,
-    vsilu,
-    widen_bytes,
-)
+from .simd import is_pairs, item_bytes, load, splat, store, take_next, vadd, vmul, vsilu, widen_bytes
 from .tiles import LANES, ROWS_TOGETHER, TOGETHER, aligned_floats, dot_tile, pv_tile
 
 PANEL = 2 * LANES
@@ -85,7 +75,7 @@ def fill(target, value, count, f32):
 @inner
 def panel_sums(x, packed, panel, in_features, count, sums, ones, tag, f32):
     """sums (count, PANEL) = `count` rows times a panel. x, sums, ones: addresses; of the last, at least `count` ones."""
-    weight_row = PANEL * (2 if is_pairs(tag) else tag.itemsize)
+    weight_row = PANEL * (2 if is_pairs(tag) else item_bytes(tag))
     fill(sums, np.float32(0), count * PANEL, f32)
     num_slices = (in_features + _DEPTH - 1) // _DEPTH
     for index in range(num_slices):
@@ -117,7 +107,7 @@ def _store_rows(sums, up, target, target_row, count, out_tag, f32):
             total = load(sums + at, f32, 16)
             if up != 0:
                 total = vmul(vsilu(total), load(up + at, f32, 16))
-            store(target + r * target_row + c * 16 * out_tag.itemsize, total, out_tag)
+            store(target + r * target_row + c * 16 * item_bytes(out_tag), total, out_tag)
 
 
 @inner
@@ -139,8 +129,8 @@ def _product_part(
             if bias != 0:
                 _add_bias(own, bias + panel * PANEL * 4, count, f32)
         up = sums + count * PANEL * 4 if together > 1 else 0
-        row_bytes = num_groups * PANEL * out_tag.itemsize
-        target = out + first * row_bytes + group * PANEL * out_tag.itemsize
+        row_bytes = num_groups * PANEL * item_bytes(out_tag)
+        target = out + first * row_bytes + group * PANEL * item_bytes(out_tag)
         _store_rows(sums, up, target, row_bytes, count, out_tag, f32)
         item, end = next_item(item, end, taken, num_items, num_threads)
     keep_alive(room)
@@ -196,7 +186,7 @@ def whole_sums(
 def _round_part(thread, x, words, row_scales, num_parts, part_inputs, num_threads, x_tag, whole_tag, f32):
     """Round a thread's share of `num_parts` neighbouring parts of rows, whose words and scales begin at two addresses."""
     for part in range(num_parts * thread // num_threads, num_parts * (thread + 1) // num_threads):
-        source, target = x + part * part_inputs * x_tag.itemsize, words + part * (part_inputs // TOGETHER) * 4
+        source, target = x + part * part_inputs * item_bytes(x_tag), words + part * (part_inputs // TOGETHER) * 4
         scale = quantize_row(source, target, part_inputs, x_tag, whole_tag)
         store(row_scales + part * 4, splat(scale, 1), f32)
 
@@ -210,7 +200,7 @@ def _product_int8_part(
     in_features, num_groups, num_panels = operand[INPUTS], operand[GROUPS], operand[PANELS]
     num_parts, num_words = num_panels // together, in_features // TOGETHER
     group_words = num_words // num_groups
-    row_bytes = num_parts * PANEL * out_tag.itemsize
+    row_bytes = num_parts * PANEL * item_bytes(out_tag)
     # Sums of rows, a line of nothing to add to, one of ones to multiply by, and room for words.
     room = aligned_floats((together * rows_per_item + 2) * PANEL + WORDS_ROOM)
     totals = np.int64(room.ctypes.data)
@@ -238,7 +228,7 @@ def _product_int8_part(
             if bias != 0:
                 _add_bias(own, bias + panel * PANEL * 4, count, f32)
         up = totals + count * PANEL * 4 if together > 1 else 0
-        target = out + first * row_bytes + first_panel * PANEL * out_tag.itemsize
+        target = out + first * row_bytes + first_panel * PANEL * item_bytes(out_tag)
         _store_rows(totals, up, target, row_bytes, count, out_tag, f32)
         item, end = next_item(item, end, taken, num_items, num_threads)
     keep_alive(room)

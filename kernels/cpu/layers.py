@@ -21,8 +21,8 @@ CACHE_FIELDS = KEYS, VALUES, KEY_SCALES, VALUE_SCALES = range(4)
 @kernel
 def run_layers(
     add_rms_norm, multiply, rotate, store_kv, attend, layers, operands, caches, cache_strides, scale_strides, work, num_rows,
-    chunk_rows, num_decodes, sizes, slot_mapping, decodes, windowed_decodes, prefills, eps, scale, num_threads, f32, weight_tag,
-    cache_tag, narrow_tag,
+    chunk_rows, num_decodes, sizes, slot_mapping, decodes, windowed_decodes, prefills, eps, scale, num_threads, no_sinks, f32,
+    weight_tag, cache_tag, narrow_tag,
 ):  # fmt: skip
     """Run all layers on the rows of a step, but for the last one's products after attention.
 
@@ -91,6 +91,6 @@ def run_layers(
                 query + first * row_bytes, (row_bytes, head_bytes), keys, (key_block, key_head, key_dim), values,
                 (value_block, value_head, value_token), key_scales, value_scales, attended + first * row_bytes,
                 (row_bytes, head_bytes), key, value, (kv_row_bytes, head_bytes), slots, tables, bounds, lengths, groups,
-                num_shared, f32, num_heads, num_kv_heads, head_dim, block_size, queries_per_item, heads_per_item, scale, window,
+                num_shared, no_sinks, num_heads, num_kv_heads, head_dim, block_size, queries_per_item, heads_per_item, scale, window,
                 np.float32(0), num_threads, f32, cache_tag, f32, narrow_tag,
             )  # fmt: skip

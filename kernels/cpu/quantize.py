@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from .jit import inner
-from .simd import hmax_magnitude, larger_magnitude, load, splat, store_whole, vdiv, vmul
+from .simd import hmax_magnitude, item_bytes, larger_magnitude, load, splat, store_whole, vdiv, vmul
 
 # A division takes as long as many products; below this scale its inverse may be more than fp32 holds.
 _SMALLEST_INVERTED = np.float32(1e-37)
@@ -26,22 +26,22 @@ def make_quantize(width, put, by_inverse):
         top = splat(np.float32(0), width)
         last = count - width
         for first in range(0, last, width):
-            top = larger_magnitude(top, load(source + first * tag.itemsize, tag, width))
-        top = hmax_magnitude(larger_magnitude(top, load(source + last * tag.itemsize, tag, width)))
+            top = larger_magnitude(top, load(source + first * item_bytes(tag), tag, width))
+        top = hmax_magnitude(larger_magnitude(top, load(source + last * item_bytes(tag), tag, width)))
         scale = top / np.float32(127) + top * np.float32(0)  # NaN for an infinity
         if scale > np.float32(0):
             factor = splat(scale, width)
             if by_inverse:
                 factor = splat(np.float32(1) / scale if scale > _SMALLEST_INVERTED else np.float32(0), width)
             for first in range(0, last, width):
-                x = load(source + first * tag.itemsize, tag, width)
-                put(codes + first * code_tag.itemsize, vmul(x, factor) if by_inverse else vdiv(x, factor), code_tag)
-            x = load(source + last * tag.itemsize, tag, width)
-            put(codes + last * code_tag.itemsize, vmul(x, factor) if by_inverse else vdiv(x, factor), code_tag)
+                x = load(source + first * item_bytes(tag), tag, width)
+                put(codes + first * item_bytes(code_tag), vmul(x, factor) if by_inverse else vdiv(x, factor), code_tag)
+            x = load(source + last * item_bytes(tag), tag, width)
+            put(codes + last * item_bytes(code_tag), vmul(x, factor) if by_inverse else vdiv(x, factor), code_tag)
         else:
             for first in range(0, last, width):
-                put(codes + first * code_tag.itemsize, splat(np.float32(0), width), code_tag)
-            put(codes + last * code_tag.itemsize, splat(np.float32(0), width), code_tag)
+                put(codes + first * item_bytes(code_tag), splat(np.float32(0), width), code_tag)
+            put(codes + last * item_bytes(code_tag), splat(np.float32(0), width), code_tag)
         return scale
 
     quantize.__qualname__ = f"quantize_{width}_{put.__name__}_{by_inverse}"  # see softmax.make_softmax

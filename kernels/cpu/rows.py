@@ -10,7 +10,7 @@ import numpy as np
 
 from .jit import inner, kernel, on_threads
 from .quantize import quantize_row
-from .simd import hsum, load, splat, store, vadd, vmul, vsilu, vsub
+from .simd import hsum, item_bytes, load, splat, store, vadd, vmul, vsilu, vsub
 
 
 @inner
@@ -19,12 +19,12 @@ def _inverse_rms(row, width, eps, tag, f32):
     if width % 16:
         total4 = splat(np.float32(0), 4)
         for c in range(width // 4):
-            v4 = load(row + c * 4 * tag.itemsize, tag, 4)
+            v4 = load(row + c * 4 * item_bytes(tag), tag, 4)
             total4 = vadd(total4, vmul(v4, v4))
         return np.float32(1) / np.sqrt(hsum(total4) / np.float32(width) + eps)
     total = splat(np.float32(0), 16)
     for c in range(width // 16):
-        v = load(row + c * 16 * tag.itemsize, tag, 16)
+        v = load(row + c * 16 * item_bytes(tag), tag, 16)
         total = vadd(total, vmul(v, v))
     return np.float32(1) / np.sqrt(hsum(total) / np.float32(width) + eps)
 
@@ -33,15 +33,15 @@ def _inverse_rms(row, width, eps, tag, f32):
 def _add_rms_norm_part(thread, residual, delta, weight, out, num_rows, width, eps, num_threads, delta_tag, tag, f32):
     """A thread's part of the rows."""
     for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-        x, d, o = residual + r * width * 4, delta + r * width * delta_tag.itemsize, out + r * width * tag.itemsize
+        x, d, o = residual + r * width * 4, delta + r * width * item_bytes(delta_tag), out + r * width * item_bytes(tag)
         if delta != 0:
             for c in range(width // 16):
-                added = load(d + c * 16 * delta_tag.itemsize, delta_tag, 16)
+                added = load(d + c * 16 * item_bytes(delta_tag), delta_tag, 16)
                 store(x + c * 64, vadd(load(x + c * 64, f32, 16), added), f32)
         factor = splat(_inverse_rms(x, width, eps, f32, f32), 16)
         for c in range(width // 16):
             v = vmul(vmul(load(x + c * 64, f32, 16), factor), load(weight + c * 64, f32, 16))
-            store(o + c * 16 * tag.itemsize, v, tag)
+            store(o + c * 16 * item_bytes(tag), v, tag)
 
 
 @kernel
@@ -61,15 +61,15 @@ def _rotate_head(source, target, cos, sin, weight, head_dim, eps, source_tag, ta
     half = head_dim // 2
     factor = splat(_inverse_rms(source, head_dim, eps, source_tag, f32) if weight != 0 else np.float32(1), 4)
     for c in range(0, half, 4):
-        a = load(source + c * source_tag.itemsize, source_tag, 4)
-        b = load(source + (half + c) * source_tag.itemsize, source_tag, 4)
+        a = load(source + c * item_bytes(source_tag), source_tag, 4)
+        b = load(source + (half + c) * item_bytes(source_tag), source_tag, 4)
         if weight != 0:
             a = vmul(vmul(a, factor), load(weight + c * 4, f32, 4))
             b = vmul(vmul(b, factor), load(weight + (half + c) * 4, f32, 4))
         first = vsub(vmul(a, load(cos + c * 4, f32, 4)), vmul(b, load(sin + c * 4, f32, 4)))
         second = vadd(vmul(b, load(cos + (half + c) * 4, f32, 4)), vmul(a, load(sin + (half + c) * 4, f32, 4)))
-        store(target + c * tag.itemsize, first, tag)
-        store(target + (half + c) * tag.itemsize, second, tag)
+        store(target + c * item_bytes(tag), first, tag)
+        store(target + (half + c) * item_bytes(tag), second, tag)
 
 
 @inner
@@ -78,7 +78,7 @@ def _rotate_part(
     qkv_tag, tag, f32,
 ):  # fmt: skip
     """A thread's part of the rows."""
-    head, qkv_head = head_dim * tag.itemsize, head_dim * qkv_tag.itemsize
+    head, qkv_head = head_dim * item_bytes(tag), head_dim * item_bytes(qkv_tag)
     for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
         source = qkv + r * (num_heads + 2 * num_kv_heads) * qkv_head
         at_cos, at_sin = cos + r * head_dim * 4, sin + r * head_dim * 4
@@ -91,7 +91,7 @@ def _rotate_part(
             at += num_kv_heads * qkv_head
             target = value + (r * num_kv_heads + h) * head
             for c in range(0, head_dim, 4):
-                store(target + c * tag.itemsize, load(at + c * qkv_tag.itemsize, qkv_tag, 4), tag)
+                store(target + c * item_bytes(tag), load(at + c * item_bytes(qkv_tag), qkv_tag, 4), tag)
 
 
 @kernel
@@ -116,11 +116,11 @@ def rotate(
 def _silu_mul_part(thread, gate_up, out, num_rows, width, num_threads, gate_up_tag, tag):
     """A thread's part of the rows."""
     for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-        gate, o = gate_up + 2 * r * width * gate_up_tag.itemsize, out + r * width * tag.itemsize
+        gate, o = gate_up + 2 * r * width * item_bytes(gate_up_tag), out + r * width * item_bytes(tag)
         for c in range(0, width, 16):
-            g = load(gate + c * gate_up_tag.itemsize, gate_up_tag, 16)
-            u = load(gate + (width + c) * gate_up_tag.itemsize, gate_up_tag, 16)
-            store(o + c * tag.itemsize, vmul(vsilu(g), u), tag)
+            g = load(gate + c * item_bytes(gate_up_tag), gate_up_tag, 16)
+            u = load(gate + (width + c) * item_bytes(gate_up_tag), gate_up_tag, 16)
+            store(o + c * item_bytes(tag), vmul(vsilu(g), u), tag)
 
 
 @kernel
@@ -133,7 +133,7 @@ def silu_mul(gate_up, out, num_rows, width, num_threads, gate_up_tag, tag):
 def _quantize_part(thread, x, out, scales, num_rows, width, num_threads, tag, out_tag):
     """A thread's part of the rows."""
     for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-        source, target = x + r * width * tag.itemsize, out + r * width * out_tag.itemsize
+        source, target = x + r * width * item_bytes(tag), out + r * width * item_bytes(out_tag)
         scales[r] = quantize_row(source, target, width, tag, out_tag)
 
 

@@ -1,7 +1,7 @@
 """Explicit vectors inside numba: a type that holds an LLVM vector of floats, and the few operations attention needs.
 
 Everything works on raw addresses (int64), so a kernel addresses any layout by 64-bit byte offsets. Loads widen the stored
-dtype to fp32; which dtype it is comes from the *type* of a `tag` argument, an empty numpy array of the storage type (uint16
+dtype to fp32; which dtype it is comes from the *type* of a `tag` argument, a number of the storage type (uint16
 stands for bf16, int16 for fp16, int8 for the codes of a quantized pool, uint32 for pairs of bf16, see `halves_of_pairs`), so
 that numba specializes and caches one kernel per dtype. `width` arguments must be literal constants.
 
@@ -21,7 +21,7 @@ _I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 
 
-ITEM_BYTES = {"float32": 4, "uint16": 2, "int16": 2, "int8": 1, "uint32": 4}
+ITEM_BYTES = {"float32": 4, "uint16": 2, "int16": 2, "int8": 1, "uint8": 1, "uint32": 4}
 LARGEST_CODE = 127.0  # of an int8; -128 stays unused, so that a code's negative is one too
 
 
@@ -75,7 +75,7 @@ def fetch(builder, address):
 
 
 def dtype_name(tag):
-    return str(tag.dtype)
+    return str(tag)
 
 
 def load_widened(builder, address, tag_name, width):
@@ -203,6 +203,17 @@ def load_sums(typingctx, address, width):
         return builder.sitofp(raw, vector_type(lanes))
 
     return Vec(lanes)(types.int64, width), codegen
+
+
+@intrinsic
+def item_bytes(typingctx, tag):
+    """Return the size of a stored element, a constant."""
+    size = ITEM_BYTES[dtype_name(tag)]
+
+    def codegen(context, builder, signature, args):
+        return ir.Constant(I64, size)
+
+    return types.int64(tag), codegen
 
 
 @intrinsic

@@ -14,7 +14,7 @@ import torch
 
 from ..api import LayerCache, SharedPrefixes
 from . import load_kernels
-from .attention import Rows, byte_strides, check_layout, cut_rows, narrow_tag, scale_strides
+from .attention import NO_SINKS, Rows, byte_strides, check_layout, cut_rows, narrow_tag, scale_strides
 from .fused import TAGS, Panels, tag_of_panels
 
 _F32 = TAGS[torch.float32]
@@ -125,6 +125,7 @@ class LayerStack:
             self._eps,
             self._scale,
             num_threads,
+            NO_SINKS,
             _F32,
             self._weight_tag,
             cache_tag,
@@ -146,30 +147,27 @@ def _functions(is_int8: bool, weight_type: str, cache_type: str, narrow_type: st
     """Return the kernels of `run_layers` for dtypes, as first-class functions, compiled or found on disk."""
     from numba.core import types
 
-    def tag(name: str) -> Any:
-        return types.Array(getattr(types, name), 1, "C")
-
-    i64, f32, ints, tag32 = types.int64, types.float32, types.Array(types.int64, 1, "C"), tag("float32")
-    rows = types.Array(types.int32, 1, "C")
+    i64, f32 = types.int64, types.float32
+    tag32, weight_tag, cache_tag, narrow_tag = f32, *(getattr(types, name) for name in (weight_type, cache_type, narrow_type))
+    ints, rows, tables, sinks = (types.Array(t, d, "C") for t, d in ((i64, 1), (types.int32, 1), (types.int32, 2), (f32, 1)))
     pair, triple, four = (types.UniTuple(i64, count) for count in (2, 3, 4))
     gemm, rows_kernels = load_kernels("gemm")[0], load_kernels("rows")[0]
     signatures = (
         (rows_kernels.add_rms_norm, (*[i64] * 6, f32, i64, tag32, tag32, tag32)),
         (
             gemm.product_int8 if is_int8 else gemm.product,
-            (i64, ints, i64, i64, i64, i64, tag32, tag(weight_type), tag32, tag32),
+            (i64, ints, i64, i64, i64, i64, tag32, weight_tag, tag32, tag32),
         ),
         (rows_kernels.rotate, (*[i64] * 12, f32, i64, tag32, tag32, tag32)),
         (
             load_kernels("write")[0].store_kv,
-            (i64, pair, i64, pair, i64, four, i64, four, triple, triple, ints, *[i64] * 4, tag32, tag(cache_type), tag32),
+            (i64, pair, i64, pair, i64, four, i64, four, triple, triple, ints, *[i64] * 4, tag32, cache_tag, tag32),
         ),
         (
             load_kernels("attend")[0].attend,
             (
                 i64, pair, i64, triple, i64, triple, triple, triple, i64, pair, i64, i64, pair, ints,
-                types.Array(types.int32, 2, "C"), *[rows] * 4, tag32, *[i64] * 6, f32, i64, f32, i64, tag32,
-                tag(cache_type), tag32, tag(narrow_type),
+                tables, *[rows] * 4, sinks, *[i64] * 6, f32, i64, f32, i64, tag32, cache_tag, tag32, narrow_tag,
             ),
         ),
     )  # fmt: skip

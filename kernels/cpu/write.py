@@ -6,7 +6,7 @@ import numpy as np
 
 from .jit import inner, keep_alive, kernel, on_threads
 from .quantize import make_quantize
-from .simd import copy_element, is_int8, splat, store
+from .simd import copy_element, is_int8, item_bytes, splat, store
 
 _quantize_16 = make_quantize(16, store, by_inverse=False)
 _quantize_4 = make_quantize(4, store, by_inverse=False)
@@ -23,7 +23,7 @@ def _store_head(source, cache, dim_stride, scale_address, codes, head_dim, tag, 
         store(scale_address, splat(scale, 1), f32)
         source = codes
     for d in range(head_dim):
-        copy_element(cache + d * dim_stride, source + d * cache_tag.itemsize, cache_tag)
+        copy_element(cache + d * dim_stride, source + d * item_bytes(cache_tag), cache_tag)
 
 
 @inner
@@ -41,7 +41,7 @@ def _store_heads(
     for d in range(head_dim):
         for t in range(num_tokens):
             copy_element(
-                cache + d * dim_stride + t * token_stride, source + t * source_row + d * cache_tag.itemsize, cache_tag
+                cache + d * dim_stride + t * token_stride, source + t * source_row + d * item_bytes(cache_tag), cache_tag
             )  # fmt: skip
 
 
