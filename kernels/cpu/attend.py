@@ -133,8 +133,8 @@ def _attend_tiles(
         if slot >= 0 and tile + 1 == end_tile:
             store_token(
                 new_key, new_value, new_head, key_cache, (key_strides[0], key_strides[1], item_bytes(kv_tag), key_strides[2]),
-                value_cache, (value_strides[0], value_strides[1], value_strides[2], item_bytes(kv_tag)), key_scales, value_scales,
-                slot, first_kv_head, end_kv_head, block_size, codes, head_dim, q_tag, kv_tag, f32,
+                value_cache, (value_strides[0], value_strides[1], value_strides[2], item_bytes(kv_tag)), key_scales,
+                value_scales, slot, first_kv_head, end_kv_head, block_size, codes, head_dim, q_tag, kv_tag, f32,
             )  # fmt: skip
         for kv_head in range(first_kv_head, end_kv_head):
             r0 = (kv_head - first_kv_head) * lines_per_head + first_line + low_query * group

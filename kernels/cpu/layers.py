@@ -91,6 +91,6 @@ def run_layers(
                 query + first * row_bytes, (row_bytes, head_bytes), keys, (key_block, key_head, key_dim), values,
                 (value_block, value_head, value_token), key_scales, value_scales, attended + first * row_bytes,
                 (row_bytes, head_bytes), key, value, (kv_row_bytes, head_bytes), slots, tables, bounds, lengths, groups,
-                num_shared, no_sinks, num_heads, num_kv_heads, head_dim, block_size, queries_per_item, heads_per_item, scale, window,
-                np.float32(0), num_threads, f32, cache_tag, f32, narrow_tag,
+                num_shared, no_sinks, num_heads, num_kv_heads, head_dim, block_size, queries_per_item, heads_per_item, scale,
+                window, np.float32(0), num_threads, f32, cache_tag, f32, narrow_tag,
             )  # fmt: skip
