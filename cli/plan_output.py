@@ -187,6 +187,7 @@ def show_profile(profile: Any, path: str) -> None:
     facts.add_row("prompt tokens and what they see", f"{1e9 * profile.prefill_s_per_pair:.2f} ns a pair")
     facts.add_row("a sampled row", f"{1e6 * profile.sample_s_per_row:.0f} µs")
     facts.add_row("these numbers are off by", f"{profile.fit_error:.1%} of a measured step, on the mean")
-    facts.add_row("tokens in a step", f"{profile.knee_tokens:,} or more: larger steps are no faster by the token")
+    if profile.knee_tokens:
+        facts.add_row("tokens in a step", f"{profile.knee_tokens:,} or more: larger steps are no faster by the token")
     facts.add_row("profile", path)
     _print(steps, blocks, facts)

@@ -32,6 +32,26 @@ def _cache_dir(sources: Iterable[Path]) -> Path:
         return Path(tempfile.mkdtemp(prefix="pagedgen-numba-"))
 
 
+class Compiling:
+    """A context in which this process's compiling is timed; what it finds on disk doesn't count."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Compiling:
+        from numba.core import event
+
+        self._listener = event.TimingListener()
+        event.register("numba:compile", self._listener)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        from numba.core import event
+
+        event.unregister("numba:compile", self._listener)
+        if self._listener.done:
+            self.seconds += self._listener.duration
+
+
 @lru_cache(maxsize=8)
 def import_compiled(name: str, *sources: str) -> ModuleType:
     """Import a module of numba functions by its full name. It compiles nothing by itself; each function does when first called.

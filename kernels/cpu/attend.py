@@ -176,7 +176,7 @@ def _attend_items(
 ):  # fmt: skip
     """Do a thread's work items, from bounds[thread] to bounds[thread + 1]."""
     q_row, acc_row = 4 * head_dim, (head_dim + 15) // 16 * 64
-    # One piece of memory: vectors of lines for what is read line by line, then whole cache lines of the rest.
+    # One piece of memory: accumulators, sums of weights, largest scores, a tile's scores, queries, codes of a newest token.
     m_bytes, tile_bytes = (max_lines + 31) // 16 * 64, (lines_per_head + 31) // 16 * 64
     num_bytes = max_lines * (acc_row + 64 + q_row) + lines_per_head * 4 * block_size + m_bytes + 2 * tile_bytes + head_dim
     room = aligned_floats(num_bytes // 4 + 1)
@@ -307,3 +307,4 @@ def attend(
         softcap, q_tag, kv_tag, f32, sizes,
     )  # fmt: skip
     on_threads(_attend_items, num_threads, work)
+    return True

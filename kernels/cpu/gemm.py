@@ -155,6 +155,7 @@ def product(x, operand, out, num_rows, together, num_threads, x_tag, weight_tag,
         weight_tag, out_tag, f32,
     )  # fmt: skip
     on_threads(_product_part, num_threads, work)
+    return True
 
 
 @inner
@@ -258,3 +259,4 @@ def product_int8(x, operand, out, num_rows, together, num_threads, x_tag, whole_
     work = (words, row_scales, operand, out, num_rows, rows_per_item, together, taken, num_items, num_threads, out_tag, f32)
     on_threads(_product_int8_part, num_threads, work)
     keep_alive(room)
+    return True

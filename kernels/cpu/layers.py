@@ -36,6 +36,8 @@ def run_layers(
     widest product). The residual holds the embedded tokens, and at the end what the last layer's attention, which is left in
     `attended`, is yet to be added to. sizes: hidden, H, Hkv, D, block_size.
 
+    Returns whether all of them did their work: a kernel that fails has no other way to say so from here.
+
     decodes, windowed_decodes, prefills: see `attention.Rows`; of the rows that decode, of the same in layers with a window, and
     of the others.
     """
@@ -44,6 +46,7 @@ def run_layers(
     key_block, key_head, key_token, key_dim, value_block, value_head, value_token, value_dim = cache_strides
     head_bytes = head_dim * 4
     row_bytes, kv_row_bytes = num_heads * head_bytes, num_kv_heads * head_bytes
+    done = True
     for layer in range(layers.shape[0]):
         for start in range(0, num_rows, chunk_rows):
             rows = min(chunk_rows, num_rows - start)
@@ -51,15 +54,17 @@ def run_layers(
             delta = 0
             if layer > 0:
                 before, delta = operands[layer - 1], product
-                multiply(
+                done &= multiply(
                     attended + start * row_bytes, before[OUT], product, rows, 1, num_threads, f32, weight_tag, f32, f32
                 )  # fmt: skip
-                add_rms_norm(x, product, layers[layer - 1, POST_NORM], states, rows, hidden, eps, num_threads, f32, f32, f32)
-                multiply(states, before[GATE_UP], activated, rows, 2, num_threads, f32, weight_tag, f32, f32)
-                multiply(activated, before[DOWN], product, rows, 1, num_threads, f32, weight_tag, f32, f32)
-            add_rms_norm(x, delta, layers[layer, INPUT_NORM], states, rows, hidden, eps, num_threads, f32, f32, f32)
-            multiply(states, operands[layer, QKV], product, rows, 1, num_threads, f32, weight_tag, f32, f32)
-            rotate(
+                norm = layers[layer - 1, POST_NORM]
+                done &= add_rms_norm(x, product, norm, states, rows, hidden, eps, num_threads, f32, f32, f32)
+                done &= multiply(states, before[GATE_UP], activated, rows, 2, num_threads, f32, weight_tag, f32, f32)
+                done &= multiply(activated, before[DOWN], product, rows, 1, num_threads, f32, weight_tag, f32, f32)
+            norm = layers[layer, INPUT_NORM]
+            done &= add_rms_norm(x, delta, norm, states, rows, hidden, eps, num_threads, f32, f32, f32)
+            done &= multiply(states, operands[layer, QKV], product, rows, 1, num_threads, f32, weight_tag, f32, f32)
+            done &= rotate(
                 product, cos + start * head_bytes, sin + start * head_bytes, layers[layer, QUERY_NORM], layers[layer, KEY_NORM],
                 query + start * row_bytes, key + start * kv_row_bytes, value + start * kv_row_bytes, rows, num_heads,
                 num_kv_heads, head_dim, eps, num_threads, f32, f32, f32,
@@ -69,7 +74,7 @@ def run_layers(
         value_scales = (caches[layer, VALUE_SCALES], scale_strides[2], scale_strides[3])
         if num_decodes < num_rows:  # the tokens of rows that decode are stored when attention comes to their blocks
             prompts = num_decodes * kv_row_bytes
-            store_kv(
+            done &= store_kv(
                 key + prompts, (kv_row_bytes, head_bytes), value + prompts, (kv_row_bytes, head_bytes), keys,
                 (key_block, key_head, key_token, key_dim), values, (value_block, value_head, value_token, value_dim),
                 key_scales, value_scales, slot_mapping[num_decodes:], num_kv_heads, head_dim, block_size, num_threads, f32,
@@ -87,10 +92,11 @@ def run_layers(
             else:
                 of_rows = decodes
             tables, bounds, lengths, groups, num_shared, queries_per_item, heads_per_item = of_rows
-            attend(
+            done &= attend(
                 query + first * row_bytes, (row_bytes, head_bytes), keys, (key_block, key_head, key_dim), values,
                 (value_block, value_head, value_token), key_scales, value_scales, attended + first * row_bytes,
                 (row_bytes, head_bytes), key, value, (kv_row_bytes, head_bytes), slots, tables, bounds, lengths, groups,
                 num_shared, no_sinks, num_heads, num_kv_heads, head_dim, block_size, queries_per_item, heads_per_item, scale,
                 window, np.float32(0), num_threads, f32, cache_tag, f32, narrow_tag,
             )  # fmt: skip
+    return done

@@ -53,6 +53,7 @@ def add_rms_norm(residual, delta, weight, out, num_rows, width, eps, num_threads
     """
     work = (residual, delta, weight, out, num_rows, width, eps, num_threads, delta_tag, tag, f32)
     on_threads(_add_rms_norm_part, num_threads, work)
+    return True
 
 
 @inner
@@ -110,6 +111,7 @@ def rotate(
         qkv_tag, tag, f32,
     )  # fmt: skip
     on_threads(_rotate_part, num_threads, work)
+    return True
 
 
 @inner

@@ -84,6 +84,7 @@ class LayerStack:
 
         Raises:
             ValueError: a pool that is neither fp32 nor int8, or see `attention.check_layout`.
+            MemoryError: a kernel's threads got none; what the step has computed is not to be used.
         """
         kernels, num_threads = load_kernels("layers")
         num_heads, num_kv_heads, head_dim = self._heads
@@ -106,7 +107,7 @@ class LayerStack:
             max_seqlen_q=step.max_seqlen_q,
             **cut,
         )
-        kernels.run_layers(
+        done = kernels.run_layers(
             *_functions(self._is_int8, self._weight_tag.dtype.name, cache_tag.dtype.name, narrow.dtype.name),
             self._fields,
             self._operands,
@@ -131,6 +132,8 @@ class LayerStack:
             cache_tag,
             narrow,
         )
+        if not done:
+            raise MemoryError("a kernel got no memory to work in")
 
 
 def _cache_addresses(cache: LayerCache) -> list[int]:

@@ -82,7 +82,7 @@ def _store_part(
     """Store a thread's part of the tokens."""
     num_tokens = slot_mapping.shape[0]
     codes_buf = np.empty(head_dim, np.int8)
-    codes = codes_buf.ctypes.data
+    codes = np.int64(codes_buf.ctypes.data)
     t, end = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads
     while t < end:
         run_end = _run_of_slots(slot_mapping, t, end, block_size)
@@ -122,3 +122,4 @@ def store_kv(
         value_scales, slot_mapping, num_kv_heads, head_dim, block_size, num_threads, tag, cache_tag, f32,
     )  # fmt: skip
     on_threads(_store_part, num_threads, work)
+    return True

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 from ..errors import MemoryPlanError, RowError
+from ..kernels.compiled import Compiling
 from ..machine import without_collector
 from ..model import loader
 from ..request import Request, Sequence
@@ -66,15 +68,20 @@ class Engine:
         # Every row drawn at random with every filter: the most memory the sampler can take.
         params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)
         probe = Sequence(Request(0, [0], params, 1, frozenset(), 0))
-        with self.stats.timed("warm_up"), _out_of_memory_is_told("the largest step"):
+        compiling, waited_s = Compiling(), 0.0
+        with self.stats.timed("warm_up"), _out_of_memory_is_told("the largest step"), compiling:
             if precompilation is not None:
                 model.compile_products()
+                start = perf_counter()
                 precompilation.wait()
+                waited_s = perf_counter() - start
             self._activation_peak_bytes = self.runner.warm_up(
                 max_num_batched_tokens=self._max_num_batched_tokens,
                 max_num_seqs=self._max_num_seqs,
                 sample=lambda logits: self._sampler(logits[:ROWS_AT_ONCE], [probe] * min(len(logits), ROWS_AT_ONCE)),
             )
+
+        self.compiling_s = compiling.seconds + waited_s  # of the start; later ones have none
 
     def plan(self, lengths: RequestLengths, *, covers_all_rows: bool = True, must_fit: bool = True, **not_run: int) -> Plan:
         """Plan rows of these lengths on what memory is free now; `not_run` counts rows that ended before (`planner.plan_job`).

@@ -230,14 +230,11 @@ def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
         from ..engine.tuning import fit_profile, measure_block_sizes, measure_steps
 
         opened = open_model(config)
-    opened_s = perf_counter() - stats.started
-    progress.phase(f"loading {config.model} ({opened.spec.dtype}, {opened.config.device})")
     if opened.precompilation is not None:
         progress.note(COMPILING)
-        Engine(opened)  # the start that is measured is one of those to come, which compile nothing
-    begin = perf_counter()
+    progress.phase(f"loading {config.model} ({opened.spec.dtype}, {opened.config.device})")
     engine = Engine(opened, stats)
-    start_s = opened_s + perf_counter() - begin
+    start_s = perf_counter() - stats.started - engine.compiling_s
     progress.phase("measuring steps")
     steps = measure_steps(engine, progress.note)
     profile = fit_profile(steps, _machine(opened.config.device), opened.config.block_size or 0, start_s)

@@ -11,7 +11,7 @@ used: this is an offline job. Policies:
     at once       the same, with prompts in steps as large as they come
     ours, known   the same with each row's length known, longest first
     first-come    in the order of the trace, room for prompt and most output reserved, nothing shared
-    lru           (traces with hash_ids) in the order of the trace, admission as ours, cached blocks dropped by last use
+    lru           (traces with hash_ids) in the order of the trace, admission as in "at once", cached blocks dropped by last use
 
 One JSON line each. `bound`: the time of all GEMM and attention work in the fewest steps that the pool allows.
 """
@@ -36,9 +36,8 @@ from pagedgen.sampling_params import SamplingParams
 BYTES_PER_TOKEN = 128 * 1024
 WEIGHTS_BYTES, READ_PER_S = 16e9, 2e12
 FLOP_PER_TOKEN, FLOP_PER_S = 16e9, 600e12
-KNEE_TOKENS = int(
-    WEIGHTS_BYTES / READ_PER_S * FLOP_PER_S / FLOP_PER_TOKEN
-)  # of a step that takes as long as reading the weights
+# Of a step whose arithmetic takes as long as reading the weights.
+KNEE_TOKENS = int(WEIGHTS_BYTES / READ_PER_S * FLOP_PER_S / FLOP_PER_TOKEN)
 MAX_ROWS = 4096
 MAX_TOKENS = 2048
 

@@ -95,27 +95,27 @@ def test_the_pool_is_full_until_the_drain_and_little_is_computed_twice(num_block
 class WeightsOrTokens:
     """A step takes what reading the weights does, or longer by the token."""
 
-    KNEE = 120
+    KNEE = 480
 
     def step_s(self, step, sampled):
         return float(max(self.KNEE, sum(step.num_scheduled_tokens)))
 
 
 def test_prompts_are_spread_over_steps():
-    """Some thirty decodes a step leave most of the weights' reading to prompts; about ninety tokens of those come with them."""
+    """A hundred and thirty decodes a step; prompts of three hundred and thirty tokens come at once or not at all."""
     rng = np.random.default_rng(3)
-    prompts = np.clip(rng.lognormal(6, 0.6, 1500), 10, 1500).astype(int)
-    outputs = np.clip(rng.lognormal(5, 0.7, 1500), 1, 1000).astype(int)
+    prompts = np.clip(rng.lognormal(6, 0.6, 2000), 10, 1500).astype(int)
+    outputs = np.clip(rng.lognormal(5, 0.7, 2000), 1, 1000).astype(int)
     runs = {}
     for knee in (0, WeightsOrTokens.KNEE):
-        blocks = BlockManager(1500, SIZE, prefix_caching=False)
-        scheduler = Scheduler(blocks, max_num_seqs=1024, max_num_batched_tokens=4096, knee_tokens=knee)
+        blocks = BlockManager(6000, SIZE, prefix_caching=False)
+        scheduler = Scheduler(blocks, max_num_seqs=1024, max_num_batched_tokens=8192, knee_tokens=knee)
         requests = [request(i, [0] * p, 1000, eos=(2,)) for i, p in enumerate(prompts)]
         runs[knee] = simulate(ListFeed(requests), blocks, scheduler, lambda r, _: int(outputs[r.row_index]), WeightsOrTokens())
     at_once, spread = runs.values()
     assert spread.generated_tokens == at_once.generated_tokens == outputs.sum()
-    assert spread.seconds < 0.95 * at_once.seconds
-    assert spread.live_before_drain > 0.93
+    assert spread.seconds < 0.92 * at_once.seconds
+    assert spread.live_before_drain > 0.94
 
 
 def test_rows_of_one_length_do_not_all_start_and_end_together():

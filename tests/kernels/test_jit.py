@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 from pathlib import Path
 
 import pytest
@@ -60,7 +59,7 @@ def test_each_part_is_done_once(num_threads):
     assert out.tolist() == [18.0] * num_threads
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one thread")
 def test_parts_run_at_one_time():
     previous = numba.get_num_threads()
     numba.set_num_threads(2)
@@ -80,18 +79,28 @@ def test_a_part_that_gets_no_memory_is_an_error_of_the_whole():
     assert out.tolist() == [2, 8, 3]
 
 
+def _pairs(assignment):
+    """Yield (target, value) of an assignment, of tuples one by one."""
+    for target in assignment.targets:
+        if isinstance(target, ast.Tuple) and isinstance(assignment.value, ast.Tuple):
+            yield from zip(target.elts, assignment.value.elts, strict=False)  # `a, *b = c, d, e` too
+        else:
+            yield target, assignment.value
+
+
 def _allocated_and_addressed(function):
-    """Return the names of a function's own arrays whose addresses it takes, and those that it keeps alive."""
+    """Return the names of a function's own arrays whose addresses it takes, and those kept alive to the end of a block."""
     own, addressed, kept = set(), set(), set()
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            called = ast.unparse(node.value.func)
-            if (called.startswith("np.") and called != "np.int64") or called == "aligned_floats":
-                own |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+        body = [s for s in node.body if not isinstance(s, ast.Return)] if isinstance(node, ast.FunctionDef | ast.For) else []
+        if body and ast.unparse(body[-1]).startswith("keep_alive("):
+            kept |= {ast.unparse(argument) for argument in body[-1].value.args}
+        for target, value in _pairs(node) if isinstance(node, ast.Assign) else ():
+            called = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+            if isinstance(target, ast.Name) and (called == "aligned_floats" or (called[:3] == "np." and called != "np.int64")):
+                own.add(target.id)
         if isinstance(node, ast.Attribute) and node.attr == "data" and ast.unparse(node.value).endswith(".ctypes"):
             addressed.add(ast.unparse(node.value).removesuffix(".ctypes"))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "keep_alive":
-            kept |= {ast.unparse(argument) for argument in node.args}
     return own & addressed, kept
 
 

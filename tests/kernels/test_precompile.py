@@ -55,6 +55,22 @@ def test_what_one_process_compiles_later_ones_find(tmp_path):
     assert _run(START, cache) == ["nothing to do"]
 
 
+TIMED = """
+from pagedgen.kernels.compiled import Compiling
+from pagedgen.kernels.cpu import stack
+with Compiling() as compiling:
+    stack._functions(False, "float32", "float32", "float32")
+print(compiling.seconds)
+"""
+
+
+@pytest.mark.slow
+def test_compiling_is_timed_and_what_is_found_is_not(tmp_path):
+    (first,), (later,) = (_run(TIMED, str(tmp_path)) for _ in range(2))
+    assert float(first) > 1
+    assert float(later) == 0
+
+
 def test_nothing_is_started_where_nothing_can_be_kept(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     assert _run(START, str(tmp_path / "file")) == ["nothing to do"]

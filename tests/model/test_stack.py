@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from pagedgen.kernels.api import LayerCache
-from pagedgen.kernels.cpu import fused, load_kernels
+from pagedgen.kernels.cpu import fused, load_kernels, stack
 from recorder import recorded
 from safetensors.torch import load_file, save_file
 
@@ -149,3 +149,28 @@ def test_a_pool_it_can_not_read_is_refused(tiny_model, engine_run, change, said)
     runner._cache.layers = [LayerCache(*change(layer.key, layer.value)) for layer in runner._cache.layers]
     with pytest.raises(ValueError, match=said):
         runner.run(dummy_batch([5], 8, decodes=False))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where a call by address leaves what was raised
+def test_a_kernel_that_fails_fails_the_step(tiny_model, engine_run, make_prompts, monkeypatch):
+    """What is called by its address can't raise into its caller: the step's states would be those of before."""
+    numba = pytest.importorskip("numba")
+
+    @numba.njit
+    def no_memory(qkv, cos, sin, q_norm, k_norm, query, key, value, rows, heads, kv_heads, dim, eps, threads, a, b, f32):
+        if rows >= 0:
+            raise MemoryError("none left")
+        return True
+
+    def with_one_that_fails(*kinds):
+        functions = list(working(*kinds))
+        place = next(i for i, f in enumerate(functions) if "rotate" in f.cres.fndesc.qualname)
+        signature = functions[place].cres.signature.args
+        no_memory.compile(signature)
+        functions[place] = numba.types.CompileResultWAP(no_memory.overloads[signature])
+        return tuple(functions)
+
+    run, working = engine_run(tiny_model("llama"), backend="cpu"), stack._functions
+    monkeypatch.setattr(stack, "_functions", with_one_that_fails)
+    with pytest.raises(MemoryError):
+        run.answer(make_prompts([3, 17]), PARAMS)
