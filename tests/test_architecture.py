@@ -62,6 +62,7 @@ NO_TORCH = [
         "block_manager",
         "block_pool",
         "leaders",
+        "pacing",
         "prefix_cache",
         "tiers",
         "planner",

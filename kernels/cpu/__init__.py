@@ -10,12 +10,12 @@ import torch
 from ..compiled import import_compiled
 
 _SOURCES = {
-    "attend": ("jit.py", "simd.py", "tiles.py", "quantize.py", "write.py", "items.py", "softmax.py", "attend.py"),
+    "attend": ("jit.py", "simd.py", "vmath.py", "tiles.py", "quantize.py", "write.py", "items.py", "softmax.py", "attend.py"),
     "write": ("jit.py", "simd.py", "quantize.py", "write.py"),
-    "rows": ("jit.py", "simd.py", "quantize.py", "rows.py"),
-    "gemm": ("jit.py", "simd.py", "tiles.py", "quantize.py", "gemm.py"),
+    "rows": ("jit.py", "simd.py", "vmath.py", "quantize.py", "rows.py"),
+    "gemm": ("jit.py", "simd.py", "vmath.py", "tiles.py", "quantize.py", "gemm.py"),
     "layers": ("jit.py", "layers.py"),
-    "greedy": ("jit.py", "simd.py", "tiles.py", "quantize.py", "gemm.py", "greedy.py"),
+    "greedy": ("jit.py", "simd.py", "vmath.py", "tiles.py", "quantize.py", "gemm.py", "greedy.py"),
 }
 
 

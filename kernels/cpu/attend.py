@@ -14,9 +14,10 @@ import numpy as np
 
 from .items import END_KV_HEAD, END_ROW, FIRST_QUERY, KV_HEAD, NUM_SHARED, ROW, plan_items
 from .jit import inner, keep_alive, kernel, on_threads
-from .simd import hmax, hsum, is_uint8, item_bytes, load, splat, store, vexp, vmul
+from .simd import hmax, hsum, is_uint8, item_bytes, load, splat, store, vmul
 from .softmax import make_softmax
 from .tiles import NUM_SUMS, aligned_floats, pv_tile, qk_tile
+from .vmath import vexp
 from .write import store_token
 
 _softmax_16 = make_softmax(16)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .jit import inner, keep_alive, kernel, on_threads
+from .jit import inner, keep_alive, kernel, on_threads, part_of
 from .quantize import quantize_row
-from .simd import is_pairs, item_bytes, load, splat, store, take_next, vadd, vmul, vsilu, widen_bytes
+from .simd import is_pairs, item_bytes, load, splat, store, take_next, vadd, vmul, widen_bytes
 from .tiles import LANES, ROWS_TOGETHER, TOGETHER, aligned_floats, dot_tile, pv_tile
+from .vmath import vsilu
 
 PANEL = 2 * LANES
 _VECTORS = PANEL // 16
@@ -48,6 +49,14 @@ def item_of(item, num_panels, num_rows, rows_per_item):
     """An item's panel, first row and number of rows."""
     first = item // num_panels * rows_per_item
     return item % num_panels, first, min(rows_per_item, num_rows - first)
+
+
+@inner
+def none_taken():
+    """Return the count of runs of work items that threads have taken, an int64 (1,), at its start."""
+    taken = np.empty(1, np.int64)
+    taken[0] = 0
+    return taken
 
 
 @inner
@@ -148,8 +157,7 @@ def product(x, operand, out, num_rows, together, num_threads, x_tag, weight_tag,
     rows_per_item = rows_per_item_of(num_rows)
     num_groups = num_panels // together
     num_items = num_items_of(num_groups, num_rows, rows_per_item)
-    taken = np.empty(1, np.int64)
-    taken[0] = 0
+    taken = none_taken()
     work = (
         x, packed, bias, in_features, num_groups, out, num_rows, rows_per_item, together, taken, num_items, num_threads,
         weight_tag, out_tag, f32,
@@ -186,7 +194,8 @@ def whole_sums(
 @inner
 def _round_part(thread, x, words, row_scales, num_parts, part_inputs, num_threads, x_tag, whole_tag, f32):
     """Round a thread's share of `num_parts` neighbouring parts of rows, whose words and scales begin at two addresses."""
-    for part in range(num_parts * thread // num_threads, num_parts * (thread + 1) // num_threads):
+    first_part, end_part = part_of(num_parts, thread, num_threads)
+    for part in range(first_part, end_part):
         source, target = x + part * part_inputs * item_bytes(x_tag), words + part * (part_inputs // TOGETHER) * 4
         scale = quantize_row(source, target, part_inputs, x_tag, whole_tag)
         store(row_scales + part * 4, splat(scale, 1), f32)
@@ -254,8 +263,7 @@ def product_int8(x, operand, out, num_rows, together, num_threads, x_tag, whole_
     row_scales = words + num_rows * (in_features // TOGETHER) * 4
     rounding = (x, words, row_scales, num_rows * num_groups, in_features // num_groups, num_threads, x_tag, whole_tag, f32)
     on_threads(_round_part, num_threads, rounding)
-    taken = np.empty(1, np.int64)
-    taken[0] = 0
+    taken = none_taken()
     work = (words, row_scales, operand, out, num_rows, rows_per_item, together, taken, num_items, num_threads, out_tag, f32)
     on_threads(_product_int8_part, num_threads, work)
     keep_alive(room)

@@ -10,8 +10,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from .gemm import PANEL, WORDS_ROOM, fill, item_of, next_item, num_items_of, panel_sums, rows_per_item_of, whole_sums
-from .jit import inner, keep_alive, kernel, on_threads
+from .gemm import (
+    PANEL,
+    WORDS_ROOM,
+    fill,
+    item_of,
+    next_item,
+    none_taken,
+    num_items_of,
+    panel_sums,
+    rows_per_item_of,
+    whole_sums,
+)
+from .jit import inner, keep_alive, kernel, on_threads, part_of
 from .simd import hmax, keep_lanes, load, load_sums, splat, vadd, vmax, vmul, vsub
 from .tiles import TOGETHER, aligned_floats
 
@@ -67,7 +78,8 @@ def _bounds(sums, scales, rounded, slack, scale, norm, first_channel, num_channe
 def _round_rows(thread, x, words, row_scales, norms, num_threads):
     """Round a thread's part of the rows."""
     num_rows, in_features = x.shape
-    for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+    first_row, end_row = part_of(num_rows, thread, num_threads)
+    for row in range(first_row, end_row):
         row_scales[row], norms[row] = _round_row(x[row], words[row], in_features)
 
 
@@ -111,14 +123,15 @@ def _decide(thread, x, packed, highest, surest, best, num_channels, num_threads,
     """Compute the panels in question of a thread's part of the rows, and choose."""
     num_rows, in_features = x.shape
     num_panels = highest.shape[1]
-    for row in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+    exact = aligned_floats(PANEL + 16)
+    sums = np.int64(exact.ctypes.data)
+    one = sums + PANEL * 4
+    fill(one, np.float32(1), np.int64(1), f32)
+    first_row, end_row = part_of(num_rows, thread, num_threads)
+    for row in range(first_row, end_row):
         reached = np.float32(-np.inf)
         for other in range(num_threads):
             reached = max(reached, surest[other, row])
-        exact = aligned_floats(PANEL + 16)
-        sums = np.int64(exact.ctypes.data)
-        one = sums + PANEL * 4
-        fill(one, np.float32(1), np.int64(1), f32)
         largest, channel_of = np.float32(-np.inf), np.int64(-1)
         for panel in range(num_panels):
             if highest[row, panel] < reached:
@@ -133,7 +146,7 @@ def _decide(thread, x, packed, highest, surest, best, num_channels, num_threads,
             if np.isnan(largest):
                 break
         best[row] = channel_of if np.isfinite(largest) else -1
-        keep_alive(exact)
+    keep_alive(exact)
 
 
 @kernel
@@ -153,8 +166,7 @@ def best_channels(
     row_scales, norms = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
     highest, surest = np.empty((num_rows, num_panels), np.float32), np.empty((num_threads, num_rows), np.float32)
     on_threads(_round_rows, num_threads, (x, words, row_scales, norms, num_threads))
-    taken = np.empty(1, np.int64)
-    taken[0] = 0
+    taken = none_taken()
     work = (
         packed_int8, starts, scales, rounded, slack, words, row_scales, norms, highest, surest, num_channels, in_features,
         rows_per_item, taken, num_items_of(num_panels, num_rows, rows_per_item), num_threads, f32,

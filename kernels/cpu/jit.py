@@ -32,6 +32,12 @@ def kernel(function: Callable[..., Any]) -> Any:
     return locked(njit(cache=True, boundscheck=False, error_model="numpy", nogil=True)(function))
 
 
+@inner
+def part_of(count, thread, num_threads):
+    """The first and the end of a thread's even part of `count` things."""
+    return count * thread // num_threads, count * (thread + 1) // num_threads
+
+
 @intrinsic
 def keep_alive(typingctx, array):
     """Use an array. Numba gives its memory back after the last use, and having its address is none."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .jit import inner, kernel, on_threads
+from .jit import inner, kernel, on_threads, part_of
 from .quantize import quantize_row
-from .simd import hsum, item_bytes, load, splat, store, vadd, vmul, vsilu, vsub
+from .simd import hsum, item_bytes, load, splat, store, vadd, vmul, vsub
+from .vmath import vsilu
 
 
 @inner
@@ -32,7 +33,8 @@ def _inverse_rms(row, width, eps, tag, f32):
 @inner
 def _add_rms_norm_part(thread, residual, delta, weight, out, num_rows, width, eps, num_threads, delta_tag, tag, f32):
     """A thread's part of the rows."""
-    for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+    first, end = part_of(num_rows, thread, num_threads)
+    for r in range(first, end):
         x, d, o = residual + r * width * 4, delta + r * width * item_bytes(delta_tag), out + r * width * item_bytes(tag)
         if delta != 0:
             for c in range(width // 16):
@@ -80,7 +82,8 @@ def _rotate_part(
 ):  # fmt: skip
     """A thread's part of the rows."""
     head, qkv_head = head_dim * item_bytes(tag), head_dim * item_bytes(qkv_tag)
-    for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+    first, end = part_of(num_rows, thread, num_threads)
+    for r in range(first, end):
         source = qkv + r * (num_heads + 2 * num_kv_heads) * qkv_head
         at_cos, at_sin = cos + r * head_dim * 4, sin + r * head_dim * 4
         for h in range(num_heads):
@@ -117,7 +120,8 @@ def rotate(
 @inner
 def _silu_mul_part(thread, gate_up, out, num_rows, width, num_threads, gate_up_tag, tag):
     """A thread's part of the rows."""
-    for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+    first, end = part_of(num_rows, thread, num_threads)
+    for r in range(first, end):
         gate, o = gate_up + 2 * r * width * item_bytes(gate_up_tag), out + r * width * item_bytes(tag)
         for c in range(0, width, 16):
             g = load(gate + c * item_bytes(gate_up_tag), gate_up_tag, 16)
@@ -134,7 +138,8 @@ def silu_mul(gate_up, out, num_rows, width, num_threads, gate_up_tag, tag):
 @inner
 def _quantize_part(thread, x, out, scales, num_rows, width, num_threads, tag, out_tag):
     """A thread's part of the rows."""
-    for r in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+    first, end = part_of(num_rows, thread, num_threads)
+    for r in range(first, end):
         source, target = x + r * width * item_bytes(tag), out + r * width * item_bytes(out_tag)
         scales[r] = quantize_row(source, target, width, tag, out_tag)
 

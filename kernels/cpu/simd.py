@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 F32 = ir.FloatType()
-_I32 = ir.IntType(32)
+I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 
 
@@ -47,8 +47,8 @@ def constant(width, value):
     return ir.Constant(vector_type(width), [value] * width)
 
 
-def _ints(width, value):
-    return ir.Constant(ir.VectorType(_I32, width), [value] * width)
+def ints(width, value):
+    return ir.Constant(ir.VectorType(I32, width), [value] * width)
 
 
 def _call(builder, name, ret, args):
@@ -58,8 +58,8 @@ def _call(builder, name, ret, args):
 
 def broadcast(builder, scalar, width):
     vec_t = ir.VectorType(scalar.type, width)
-    one = builder.insert_element(ir.Constant(vec_t, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(vec_t, ir.Undefined), _ints(width, 0))
+    one = builder.insert_element(ir.Constant(vec_t, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(vec_t, ir.Undefined), ints(width, 0))
 
 
 def fma(builder, a, b, c):
@@ -87,7 +87,7 @@ def load_widened(builder, address, tag_name, width):
     if tag_name == "uint16":  # bf16 is the upper half of an fp32
         raw = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(16), width).as_pointer()))
         raw.align = 2
-        wide = builder.shl(builder.zext(raw, ir.VectorType(_I32, width)), _ints(width, 16))
+        wide = builder.shl(builder.zext(raw, ir.VectorType(I32, width)), ints(width, 16))
         return builder.bitcast(wide, vector_type(width))
     if tag_name == "int16":
         raw = builder.load(builder.inttoptr(address, ir.VectorType(ir.HalfType(), width).as_pointer()))
@@ -106,11 +106,11 @@ def store_narrowed(builder, address, value, tag_name):
     if tag_name == "float32":
         builder.store(value, builder.inttoptr(address, vector_type(width).as_pointer())).align = 4
     elif tag_name == "uint16":
-        bits = builder.bitcast(value, ir.VectorType(_I32, width))
-        odd = builder.and_(builder.lshr(bits, _ints(width, 16)), _ints(width, 1))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, _ints(width, 0x7FFF))), _ints(width, 16))
+        bits = builder.bitcast(value, ir.VectorType(I32, width))
+        odd = builder.and_(builder.lshr(bits, ints(width, 16)), ints(width, 1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, ints(width, 0x7FFF))), ints(width, 16))
         is_nan = builder.fcmp_unordered("uno", value, value)
-        rounded = builder.select(is_nan, _ints(width, 0x7FC0), rounded)
+        rounded = builder.select(is_nan, ints(width, 0x7FC0), rounded)
         half_t = ir.VectorType(ir.IntType(16), width)
         builder.store(builder.trunc(rounded, half_t), builder.inttoptr(address, half_t.as_pointer())).align = 2
     elif tag_name == "int16":
@@ -159,7 +159,7 @@ def store_whole(typingctx, address, value, tag):
         width = args[1].type.count
         # Beside such a large number the lowest bits of an fp32 are those of the whole number added.
         shifted = builder.fadd(args[1], constant(width, 1.5 * 2.0**23 + (128 if unsigned else 0)))
-        whole = builder.bitcast(shifted, ir.VectorType(_I32, width))
+        whole = builder.bitcast(shifted, ir.VectorType(I32, width))
         stored_t = ir.VectorType(ir.IntType(8 if unsigned else 16), width)
         builder.store(builder.trunc(whole, stored_t), builder.inttoptr(args[0], stored_t.as_pointer())).align = 1
         return context.get_dummy_value()
@@ -186,9 +186,9 @@ def halves_of_pairs(builder, address, width):
 
     That is one instruction a vector; bf16 side by side take two, to spread them out and to shift them.
     """
-    words = builder.load(builder.inttoptr(address, ir.VectorType(_I32, width).as_pointer()))
+    words = builder.load(builder.inttoptr(address, ir.VectorType(I32, width).as_pointer()))
     words.align = 4
-    low, high = builder.shl(words, _ints(width, 16)), builder.and_(words, _ints(width, 0xFFFF0000))
+    low, high = builder.shl(words, ints(width, 16)), builder.and_(words, ints(width, 0xFFFF0000))
     return builder.bitcast(low, vector_type(width)), builder.bitcast(high, vector_type(width))
 
 
@@ -198,7 +198,7 @@ def load_sums(typingctx, address, width):
     lanes = width.literal_value
 
     def codegen(context, builder, signature, args):
-        raw = builder.load(builder.inttoptr(args[0], ir.VectorType(_I32, lanes).as_pointer()))
+        raw = builder.load(builder.inttoptr(args[0], ir.VectorType(I32, lanes).as_pointer()))
         raw.align = 4
         return builder.sitofp(raw, vector_type(lanes))
 
@@ -291,11 +291,11 @@ def _halves(builder, value, combine):
     while value.type.count > 1:
         half = value.type.count // 2
         undefined = ir.Constant(value.type, ir.Undefined)
-        pick = ir.VectorType(_I32, half)
+        pick = ir.VectorType(I32, half)
         low = builder.shuffle_vector(value, undefined, ir.Constant(pick, list(range(half))))
         high = builder.shuffle_vector(value, undefined, ir.Constant(pick, list(range(half, 2 * half))))
         value = combine(low, high)
-    return builder.extract_element(value, ir.Constant(_I32, 0))
+    return builder.extract_element(value, ir.Constant(I32, 0))
 
 
 @intrinsic
@@ -320,7 +320,7 @@ def hmax(typingctx, v):
 
 def _larger_magnitude(builder, a, b):
     """The lanes of a, or of |b| where its bits are a larger number: those of a NaN are, then an infinity's. a >= 0."""
-    whole_t = ir.IntType(32) if a.type == F32 else ir.VectorType(_I32, a.type.count)
+    whole_t = ir.IntType(32) if a.type == F32 else ir.VectorType(I32, a.type.count)
     bits = ir.Constant(whole_t, 0x7FFFFFFF if a.type == F32 else [0x7FFFFFFF] * a.type.count)
     a, b, wanted = builder.bitcast(a, whole_t), builder.and_(builder.bitcast(b, whole_t), bits), a.type
     return builder.bitcast(builder.select(builder.icmp_signed(">", a, b), a, b), wanted)
@@ -345,10 +345,10 @@ def _lanes_or(fill):
         def codegen(context, builder, signature, args):
             value, first_, low_, high_ = args
             width = value.type.count
-            lane = ir.Constant(ir.VectorType(_I32, width), list(range(width)))
-            index = builder.add(lane, broadcast(builder, builder.trunc(first_, _I32), width))
-            above = builder.icmp_signed(">=", index, broadcast(builder, builder.trunc(low_, _I32), width))
-            below = builder.icmp_signed("<", index, broadcast(builder, builder.trunc(high_, _I32), width))
+            lane = ir.Constant(ir.VectorType(I32, width), list(range(width)))
+            index = builder.add(lane, broadcast(builder, builder.trunc(first_, I32), width))
+            above = builder.icmp_signed(">=", index, broadcast(builder, builder.trunc(low_, I32), width))
+            below = builder.icmp_signed("<", index, broadcast(builder, builder.trunc(high_, I32), width))
             return builder.select(builder.and_(above, below), value, constant(width, fill))
 
         return v(v, types.int64, types.int64, types.int64), codegen
@@ -359,65 +359,3 @@ def _lanes_or(fill):
 # Keep lanes whose index `first + lane` lies in [low, high); the others become -inf, or 0, whatever they held.
 keep_lanes = _lanes_or(float("-inf"))
 keep_lanes_or_zero = _lanes_or(0.0)
-
-
-# exp after the Cephes library's expf: n = round(x / ln 2), a polynomial on the rest, scaled by 2**n in the exponent.
-_EXP_POLY = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_EXP_MIN, _EXP_MAX = -87.3365, 88.3762
-_EXP_SHIFT = 1.5 * 2.0**23 + 127  # 127: the bias of an exponent
-
-
-def _emit_exp(builder, x):
-    width = x.type.count
-    # The order of the operands lets a NaN through; it makes the polynomial one, whatever exponent its conversion gives.
-    low, high = constant(width, _EXP_MIN), constant(width, _EXP_MAX)
-    clamped = builder.select(builder.fcmp_ordered(">", low, x), low, x)
-    clamped = builder.select(builder.fcmp_ordered("<", high, clamped), high, clamped)
-    # Added to such a large number, x / ln 2 is rounded to a whole one, and its lowest bits are those of the exponent wanted.
-    shifted = fma(builder, clamped, constant(width, 1.44269504088896341), constant(width, _EXP_SHIFT))
-    n = builder.fsub(shifted, constant(width, _EXP_SHIFT))
-    f = fma(builder, n, constant(width, -0.693359375), clamped)
-    f = fma(builder, n, constant(width, 2.12194440e-4), f)
-    p = constant(width, _EXP_POLY[0])
-    for coefficient in _EXP_POLY[1:]:
-        p = fma(builder, p, f, constant(width, coefficient))
-    p = builder.fadd(fma(builder, p, builder.fmul(f, f), f), constant(width, 1.0))
-    exponent = builder.shl(builder.bitcast(shifted, ir.VectorType(_I32, width)), _ints(width, 23))
-    result = builder.fmul(p, builder.bitcast(exponent, x.type))
-    # Far below the range the answer is exactly 0: a masked score (-inf) must weigh nothing.
-    return builder.select(builder.fcmp_ordered("<", x, constant(width, _EXP_MIN)), constant(width, 0.0), result)
-
-
-@intrinsic
-def vexp(typingctx, v):
-    """exp of every lane, within 2 units in the last place; exactly 0 below -87.3; NaN of NaN."""
-
-    def codegen(context, builder, signature, args):
-        return _emit_exp(builder, args[0])
-
-    return v(v), codegen
-
-
-@intrinsic
-def vsilu(typingctx, v):
-    """x / (1 + exp(-x)) of every lane."""
-
-    def codegen(context, builder, signature, args):
-        width = args[0].type.count
-        e = _emit_exp(builder, builder.fsub(constant(width, 0.0), args[0]))
-        return builder.fdiv(args[0], builder.fadd(constant(width, 1.0), e))
-
-    return v(v), codegen
-
-
-@intrinsic
-def vtanh(typingctx, v):
-    """tanh of every lane as 1 - 2 / (exp(2x) + 1)."""
-
-    def codegen(context, builder, signature, args):
-        width = args[0].type.count
-        e = _emit_exp(builder, builder.fmul(args[0], constant(width, 2.0)))
-        ratio = builder.fdiv(constant(width, 2.0), builder.fadd(e, constant(width, 1.0)))
-        return builder.fsub(constant(width, 1.0), ratio)
-
-    return v(v), codegen

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from .jit import inner
-from .simd import hmax, is_int8, keep_lanes, keep_lanes_or_zero, load, splat, store, vadd, vexp, vmax, vmul, vsub, vtanh
+from .simd import hmax, is_int8, keep_lanes, keep_lanes_or_zero, load, splat, store, vadd, vmax, vmul, vsub
+from .vmath import vexp, vtanh
 
 
 def make_softmax(width):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .jit import inner, keep_alive, kernel, on_threads
+from .jit import inner, keep_alive, kernel, on_threads, part_of
 from .quantize import make_quantize
 from .simd import copy_element, is_int8, item_bytes, splat, store
 
@@ -46,6 +46,17 @@ def _store_heads(
 
 
 @inner
+def _places(block, offset, head, key_cache, key_strides, value_cache, value_strides, key_scales, value_scales):
+    """The addresses of a slot's K and V of a head, and of their scales."""
+    return (
+        key_cache + block * key_strides[0] + head * key_strides[1] + offset * key_strides[2],
+        value_cache + block * value_strides[0] + head * value_strides[1] + offset * value_strides[2],
+        key_scales[0] + block * key_scales[1] + head * key_scales[2] + offset * 4,
+        value_scales[0] + block * value_scales[1] + head * value_scales[2] + offset * 4,
+    )
+
+
+@inner
 def store_token(
     key, value, head_bytes, key_cache, key_strides, value_cache, value_strides, key_scales, value_scales, slot, first_head,
     end_head, block_size, codes, head_dim, tag, cache_tag, f32,
@@ -57,10 +68,9 @@ def store_token(
     """
     block, offset = slot // block_size, slot % block_size
     for h in range(first_head, end_head):
-        k_dst = key_cache + block * key_strides[0] + h * key_strides[1] + offset * key_strides[2]
-        v_dst = value_cache + block * value_strides[0] + h * value_strides[1] + offset * value_strides[2]
-        k_scale = key_scales[0] + block * key_scales[1] + h * key_scales[2] + offset * 4
-        v_scale = value_scales[0] + block * value_scales[1] + h * value_scales[2] + offset * 4
+        k_dst, v_dst, k_scale, v_scale = _places(
+            block, offset, h, key_cache, key_strides, value_cache, value_strides, key_scales, value_scales
+        )
         _store_head(key + h * head_bytes, k_dst, key_strides[3], k_scale, codes, head_dim, tag, cache_tag, f32)
         _store_head(value + h * head_bytes, v_dst, value_strides[3], v_scale, codes, head_dim, tag, cache_tag, f32)
 
@@ -83,7 +93,7 @@ def _store_part(
     num_tokens = slot_mapping.shape[0]
     codes_buf = np.empty(head_dim, np.int8)
     codes = np.int64(codes_buf.ctypes.data)
-    t, end = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads
+    t, end = part_of(num_tokens, thread, num_threads)
     while t < end:
         run_end = _run_of_slots(slot_mapping, t, end, block_size)
         if slot_mapping[t] >= 0:
@@ -91,10 +101,9 @@ def _store_part(
             for h in range(num_kv_heads):
                 k_src = key + t * key_src_strides[0] + h * key_src_strides[1]
                 v_src = value + t * value_src_strides[0] + h * value_src_strides[1]
-                k_dst = key_cache + block * key_strides[0] + h * key_strides[1] + offset * key_strides[2]
-                v_dst = value_cache + block * value_strides[0] + h * value_strides[1] + offset * value_strides[2]
-                k_scale = key_scales[0] + block * key_scales[1] + h * key_scales[2] + offset * 4
-                v_scale = value_scales[0] + block * value_scales[1] + h * value_scales[2] + offset * 4
+                k_dst, v_dst, k_scale, v_scale = _places(
+                    block, offset, h, key_cache, key_strides, value_cache, value_strides, key_scales, value_scales
+                )
                 _store_heads(
                     k_src, key_src_strides[0], k_dst, key_strides[2], key_strides[3], k_scale, codes, run_end - t, head_dim,
                     tag, cache_tag, f32,

@@ -24,12 +24,9 @@ from ..stats import PrefixCounters
 from .admission import Admission
 from .block_manager import BlockManager
 from .leaders import Leaders
+from .pacing import prompt_tokens
 
 _PEEKED_ROWS = 16  # of the queue, whose ends admission looks at
-# Over how many steps prompts fill the free part of the pool once steps are as large as they need to be, and what share of it
-# is not left free for that.
-_SPREAD_STEPS = 12
-_SPREAD_SHARE = 0.04
 
 
 @dataclass
@@ -170,20 +167,15 @@ class Scheduler:
         return step
 
     def _prefill_budget(self, num_decoding: int) -> int:
-        """Return how many tokens of prompts a step takes.
-
-        Taken in all at once, prompts make a few steps long and leave those between them with so few tokens that reading the
-        weights is most of what they do. So a step that has enough of them takes no more than would fill what is free of the
-        pool over the next ones: more where many rows have left, about as much as leaves otherwise. What is free beyond a small
-        share of the pool is filled at once.
-        """
-        budget = self._max_num_batched_tokens - num_decoding
+        """Return how many tokens of prompts a step takes; see `pacing.py`."""
+        budget, blocks = self._max_num_batched_tokens - num_decoding, self._blocks
         if not self._knee_tokens:
             return budget
-        blocks = self._blocks
         free = blocks.num_available_blocks - (blocks.num_cached_blocks if self._keeps_prefixes else 0)
-        wanted = max(free // _SPREAD_STEPS, free - int(_SPREAD_SHARE * blocks.num_blocks), 1) * blocks.block_size
-        return min(budget, max(self._knee_tokens - num_decoding, wanted))
+        paced = prompt_tokens(
+            self._knee_tokens, num_decoding, free_blocks=free, num_blocks=blocks.num_blocks, block_size=blocks.block_size
+        )
+        return min(budget, paced)
 
     def advance(self, step: ScheduledStep) -> None:
         """Take note that a step was computed; blocks that others wait for can be found from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -58,3 +59,18 @@ def test_every_compiled_function_has_a_name_of_its_own():
     names = [function.py_func.__qualname__ for function in compiled]
     assert len(names) > 30
     assert len(names) == len(set(names))
+
+
+def test_a_module_is_cached_by_all_that_it_is_made_of():
+    """A source that is left out may change without what was compiled from it being compiled again."""
+    from pagedgen.kernels import cpu
+
+    folder = Path(cpu.__file__).parent
+
+    def made_of(name):
+        tree = ast.parse((folder / f"{name}.py").read_text())
+        below = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1}
+        return {name}.union(*map(made_of, below))
+
+    for name, sources in cpu._SOURCES.items():
+        assert {f"{source}.py" for source in made_of(name)} == set(sources)
