@@ -189,5 +189,7 @@ def show_profile(profile: Any, path: str) -> None:
     facts.add_row("these numbers are off by", f"{profile.fit_error:.1%} of a measured step, on the mean")
     if profile.knee_tokens:
         facts.add_row("tokens in a step", f"{profile.knee_tokens:,} or more: larger steps are no faster by the token")
+    if profile.num_seqs:
+        facts.add_row("rows in flight", f"{profile.num_seqs:,}: more of them are hardly faster by the row")
     facts.add_row("profile", path)
     _print(steps, blocks, facts)

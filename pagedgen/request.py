@@ -15,7 +15,7 @@ class Request:
 
     `max_tokens` is the row's own limit already cut to the room the prompt leaves. `eos_token_ids` are the model's, none when
     the row ignores them. Random draws are keyed by (`seed`, `row_index`, `turn_index`, sample, position) alone. Rows share K/V
-    only with rows of the same `cache_salt`. `later_tokens`: what the conversation's later turns may add to its length.
+    only with rows of the same `cache_salt`. `later_tokens`: what the conversation's `later_turns` may add to its length.
     `sample_indices`: the samples to draw, when it isn't all of them (the others are there from an earlier run).
     """
 
@@ -28,6 +28,7 @@ class Request:
     turn_index: int = 0
     cache_salt: str = ""
     later_tokens: int = 0
+    later_turns: int = 0
     sample_indices: tuple[int, ...] = ()
     num_truncated_tokens: int = 0  # of the prompt, cut before it came here
 

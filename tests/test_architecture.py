@@ -75,6 +75,7 @@ NO_TORCH = [
         "order",
         "output_lengths",
         "admission",
+        "search",
         "simulation",
         "forecast",
         "profile",

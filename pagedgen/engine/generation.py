@@ -20,6 +20,7 @@ from .cascade import group_decodes
 from .feed import LOOKAHEAD_ROWS, LOOKAHEAD_TOKENS, Control, Feed
 from .model_runner import ModelRunner
 from .scheduler import ScheduledStep, Scheduler
+from .search import advance_search, end_search
 from .tiers import Tier
 
 if TYPE_CHECKING:
@@ -259,24 +260,11 @@ class Generation:
         ended: list[Sequence] = []
         for beam, values, ids in zip(beams, *self.sampler.continuations(logits, beams), strict=True):
             group = beam.beam_group
-            if group.is_suspended:  # the prompt was computed again; its logits are known to lead to these beams
-                group.resume(scheduler.fork(beam))
-                continue
-            if beam not in group.beams:
-                continue  # the search ended on another beam's broken logits
-            if not len(values):
+            if not len(values) and not group.is_suspended and beam in group.beams:
                 answers = [Sequence(group.request, i) for i in range(group.request.params.n)]
                 for answer in answers:
                     answer.finish_reason = "error"
-            elif group.offer(beam, values, ids):
-                selection = group.select()
-                if selection is not None:
-                    if len(group.beams) == 1:
-                        group.beams += scheduler.fork(beam)
-                    else:
-                        self.blocks.reorder(group.beams, selection.parents)
-                    group.extend(selection)
-                    continue
+            elif advance_search(beam, values, ids, scheduler, self.blocks):
                 answers = self.stops.beam_answers(group)
             else:
                 continue
@@ -284,9 +272,7 @@ class Generation:
                 answer.beam_group = group
                 answer.num_cached_tokens = beam.num_cached_tokens
                 self.stats.generated_tokens += answer.num_generated_tokens
-            for member in group.beams:
-                scheduler.finish(member)
-            group.beams = []
+            end_search(group, scheduler)
             ended += answers
         return ended
 

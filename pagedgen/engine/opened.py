@@ -82,6 +82,7 @@ class OpenedModel:
         turn_index: int = 0,
         cache_salt: str = "",
         later_tokens: int = 0,
+        later_turns: int = 0,
         num_truncated_tokens: int = 0,
         sample_indices: tuple[int, ...] = (),
     ) -> Request:
@@ -109,6 +110,7 @@ class OpenedModel:
             turn_index=turn_index,
             cache_salt=cache_salt,
             later_tokens=min(later_tokens, room - max_tokens),
+            later_turns=later_turns,
             num_truncated_tokens=num_truncated_tokens,
             sample_indices=sample_indices,
         )

@@ -19,7 +19,7 @@ from ..model.spec import ModelSpec
 from ..request import Sequence
 from .scheduler import ScheduledStep
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass
@@ -34,10 +34,12 @@ class MachineProfile:
     prefill_s_per_pair: float  # for each (token, token of context) of a prompt
     sample_s_per_row: float
     random_s_per_row: float  # more for each row whose token is drawn at random
+    beam_s_per_row: float  # more for each beam whose continuations are looked at
     spared_s_per_token: float  # less for each token of context that cascade attention reads for another row already
     start_s: float  # from the command to the first step
     decode_s_by_block_size: dict[str, float] = field(default_factory=dict)  # attention of `decode_rows` rows, all layers
     knee_tokens: int = 0  # where larger steps stop being faster by the token
+    num_seqs: int = 0  # rows in flight that come near the fastest by the row; 0: not measured
     fit_error: float = 0.0  # mean of |predicted - measured| ÷ measured, over the measured steps
     format: int = FORMAT
 
@@ -66,10 +68,18 @@ class MachineProfile:
             sum(1 + s.num_pending_samples for s in sampled),
             sum(1 + s.num_pending_samples for s in sampled if s.request.params.temperature > 0),
             spared * self.block_size,
+            sum(s.beam_group is not None for s in sampled),
         )
 
     def predict(
-        self, num_tokens: int, context: int, pairs: int, num_sampled: int, num_random: int = 0, spared: int = 0
+        self,
+        num_tokens: int,
+        context: int,
+        pairs: int,
+        num_sampled: int,
+        num_random: int = 0,
+        spared: int = 0,
+        num_beams: int = 0,
     ) -> float:
         """Return a step's seconds: `context` tokens read by decoding rows, `spared` of them read for others as well, `pairs` of
         prompt tokens and what they see."""
@@ -77,7 +87,8 @@ class MachineProfile:
         if num_tokens > self.tokens[-1]:
             table *= num_tokens / self.tokens[-1]
         attention = context * self.decode_s_per_token - spared * self.spared_s_per_token + pairs * self.prefill_s_per_pair
-        return table + attention + num_sampled * self.sample_s_per_row + num_random * self.random_s_per_row
+        drawn = num_random * self.random_s_per_row + num_beams * self.beam_s_per_row
+        return table + attention + num_sampled * self.sample_s_per_row + drawn
 
 
 def profile_path(root: Path, spec: ModelSpec, config: EngineConfig, machine: str) -> Path:

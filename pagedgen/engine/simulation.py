@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+
 from ..request import Request, Sequence
+from ..sampling.beam import BeamGroup
 from .block_manager import BlockManager
 from .feed import LOOKAHEAD_ROWS, LOOKAHEAD_TOKENS, Feed
 from .scheduler import ScheduledStep, Scheduler
+from .search import advance_search, end_search
 
 _SERIES_SAMPLES = 200
+_SURPRISE = 2.0  # mean of a made-up continuation's negative log-probability
+_TOKEN = 0  # every token that is generated, and those that the user says in later turns
 
 
 class CostModel(Protocol):
@@ -54,8 +61,10 @@ def simulate(
 ) -> SimulatedRun:
     """Run rows to their ends. `lengths(request, sample)`: how many tokens each gets, if that is less than its max_tokens.
 
-    A row's samples are run, its beams as one sequence, its later turns not at all.
+    A row's samples are run; its beams with made-up continuations, so that some have children and others none; its later turns
+    as if each of them said as much.
     """
+    rng = np.random.default_rng(0)
     run = SimulatedRun(blocks.num_blocks, blocks.block_size)
     used_before_drain = live_before_drain = rows_in_flight = 0
     every = 1
@@ -63,7 +72,10 @@ def simulate(
         while not feed.exhausted and scheduler.num_waiting < LOOKAHEAD_ROWS and scheduler.num_waiting_tokens < LOOKAHEAD_TOKENS:
             for request in feed.take(wait=True):
                 if blocks.blocks_needed(request) <= blocks.num_blocks:  # else a row error
-                    scheduler.add(Sequence(request))
+                    sequence = Sequence(request)
+                    if request.params.beam_width > 1:
+                        sequence.beam_group = BeamGroup(sequence)
+                    scheduler.add(sequence)
         if not scheduler.has_unfinished:
             break
         step = scheduler.schedule()
@@ -91,13 +103,20 @@ def simulate(
         run.steps += 1
         scheduler.advance(step)
         for first in sampled:
+            if first.beam_group is not None:
+                run.generated_tokens += _search(first, lengths(first.request, 0), rng, scheduler, blocks)
+                continue
             for sequence in [first, *scheduler.fork(first)] if first.num_pending_samples else [first]:
-                sequence.token_ids.append(0)
+                sequence.token_ids.append(_TOKEN)
                 run.generated_tokens += 1
                 request = sequence.request
                 if sequence.num_generated_tokens >= min(lengths(request, sequence.sample_index), request.max_tokens):
                     sequence.finish_reason = "length" if sequence.num_generated_tokens == request.max_tokens else "stop"
-                    scheduler.finish(sequence)
+                    following = _next_turn(sequence)
+                    if following is not None and blocks.blocks_needed(following) <= blocks.num_blocks:
+                        scheduler.next_turn(sequence, following)
+                    else:
+                        scheduler.finish(sequence)
     run.saved_tokens = scheduler.prefix.saved_tokens
     run.recomputed_tokens = scheduler.num_recomputed_tokens
     run.preemptions = scheduler.num_preemptions
@@ -106,3 +125,40 @@ def simulate(
     run.use_before_drain, run.live_before_drain = used_before_drain / before, live_before_drain / before
     run.mean_rows = rows_in_flight / max(1, run.steps)
     return run
+
+
+def _search(beam: Sequence, length: int, rng: np.random.Generator, scheduler: Scheduler, blocks: BlockManager) -> int:
+    """Advance a beam with made-up continuations; return the tokens of its row's answers if they are there."""
+    group: BeamGroup = beam.beam_group
+    request = group.request
+    log_probs = -np.sort(rng.exponential(_SURPRISE, group.num_candidates)).astype(np.float32)
+    token = next(t for t in itertools.count() if t not in group.ending_token_ids)
+    token_ids = np.full(group.num_candidates, token)
+    ended = advance_search(beam, log_probs, token_ids, scheduler, blocks)
+    length = min(length, request.max_tokens)
+    if not ended and (not group.beams or group.beams[0].num_generated_tokens < length):
+        return 0
+    end_search(group, scheduler)
+    return length * request.params.n
+
+
+def _next_turn(sequence: Sequence) -> Request | None:
+    """Return the request of a conversation's next turn, which adds an even share of what all later ones are to say."""
+    request = sequence.request
+    if not request.later_turns:
+        return None
+    said = max(0, request.later_tokens - request.later_turns * request.params.max_tokens) // request.later_turns
+    prompt = [*sequence.token_ids, *[_TOKEN] * said]
+    room = request.max_kv_tokens + 1 - len(prompt)
+    if room < 1:
+        return None
+    max_tokens = min(request.params.max_tokens, room)
+    return replace(
+        request,
+        prompt_token_ids=prompt,
+        max_tokens=max_tokens,
+        turn_index=request.turn_index + 1,
+        later_tokens=room - max_tokens if request.later_turns > 1 else 0,
+        later_turns=request.later_turns - 1,
+        sample_indices=(),
+    )

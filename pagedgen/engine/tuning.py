@@ -3,8 +3,9 @@ fitted to them. Also what the size of a block costs."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
@@ -35,22 +36,30 @@ class Workload:
     new: int
     temperature: float = 0.0
     common: int = 0
+    beam_width: int = 1
 
 
 # The first ones make steps of 2**k prompt tokens and of 2**k decodes, at short contexts; the others tell what longer contexts
-# cost, random draws, and reading what rows have in common.
+# cost, random draws, beams, and reading what rows have in common.
 _SHORT = 16
 _WORKLOADS = (
-    *(Workload(1 << k, _SHORT, 6) for k in range(7)),
-    Workload(128, 8, 6),
-    Workload(48, 256, 8),
-    Workload(8, 1024, 10),
-    Workload(1, 1800, 8),
-    Workload(24, 120, 16),
-    Workload(48, _SHORT, 8, temperature=1.0),
-    Workload(48, 512, 8, common=480),
+    *(Workload(1 << k, _SHORT, 4) for k in range(7)),
+    *(Workload(1 << k, 1024 >> k, 4) for k in range(7, 11)),  # in one step, so that they are decoded together
+    Workload(24, 256, 5),
+    Workload(6, 1024, 5),
+    Workload(1, 1800, 4),
+    Workload(24, 120, 8),
+    Workload(48, _SHORT, 4, temperature=1.0),
+    Workload(16, _SHORT, 4, beam_width=3),
+    Workload(48, 512, 4, common=480),
 )
+# All workloads are run so often, one pass after another: a machine's speed changes over minutes, and each shape of step is to be
+# seen in more than one of them.
+_PASSES = 3
+MOST_ROWS = {"cpu": 512, "cuda": 1024}  # in flight that are tried, where no flag says
 _KNEE_SHARE = 0.95
+# Rows in flight: as few as come near the fastest by the row, each of a context in the middle of a common range.
+_ROWS_SHARE, _ROWS_CONTEXT = 0.96, 256
 
 
 @dataclass
@@ -64,28 +73,34 @@ class MeasuredStep:
     seconds: float
     num_random: int = 0
     spared: int = 0
+    num_beams: int = 0
 
 
 def measure_steps(engine: Engine, on_note: Callable[[str], None]) -> list[MeasuredStep]:
-    """Run the workloads and return every step."""
+    """Run the workloads, pass after pass, and return every step."""
     steps: list[MeasuredStep] = []
     config = engine.opened.config
     assert config.max_model_len and config.max_num_seqs
     rng = np.random.default_rng(0)
-    for load in _WORKLOADS:
+    for number, load in itertools.product(range(1, _PASSES + 1), _WORKLOADS):
         length = min(load.prompt, config.max_model_len - load.new)
-        if load.rows > config.max_num_seqs or length < 1:
+        if load.rows * load.beam_width > config.max_num_seqs or length < 1:
             continue
-        on_note(f"{load.rows} rows of {length} + {load.new} tokens")
-        params = SamplingParams(max_tokens=load.new, ignore_eos=True, temperature=load.temperature)
+        on_note(f"{load.rows} rows of {length} + {load.new} tokens (pass {number} of {_PASSES})")
+        params = SamplingParams(
+            max_tokens=load.new, ignore_eos=True, temperature=load.temperature, beam_width=load.beam_width
+        )
         ids = rng.integers(0, engine.opened.num_token_ids, (load.rows, length))
         ids[:, : load.common] = ids[0, : load.common]
         requests = [Request(i, row.tolist(), params, load.new, frozenset(), i) for i, row in enumerate(ids)]
-        steps += _timed_steps(engine, requests, at_random=load.temperature > 0)
+        steps += _timed_steps(engine, requests)
     return steps
 
 
-def _timed_steps(engine: Engine, requests: list[Request], *, at_random: bool) -> list[MeasuredStep]:
+def _timed_steps(engine: Engine, requests: list[Request]) -> list[MeasuredStep]:
+    """Run rows of one kind and return every step."""
+    params = requests[0].params
+    at_random, in_beams = params.temperature > 0, params.beam_width > 1
     measured: list[MeasuredStep] = []
     runner, block_size = engine.runner, engine.opened.config.block_size or 0
     run = runner.run
@@ -101,7 +116,18 @@ def _timed_steps(engine: Engine, requests: list[Request], *, at_random: bool) ->
         context = int(batch.seq_lens_kv[:decodes].sum())
         sampled = len(batch.sample_rows)
         spared = batch.shared.num_spared_reads * block_size if batch.shared is not None else 0
-        measured.append(MeasuredStep(batch.num_tokens, context, int(pairs.sum()), sampled, 0.0, sampled * at_random, spared))
+        measured.append(
+            MeasuredStep(
+                batch.num_tokens,
+                context,
+                int(pairs.sum()),
+                sampled,
+                0.0,
+                num_random=sampled * at_random,
+                spared=spared,
+                num_beams=sampled * in_beams,
+            )
+        )
         return run(batch, tables, **wanted)
 
     def on_step(report: StepReport) -> None:
@@ -122,13 +148,18 @@ def fit_profile(steps: list[MeasuredStep], machine: str, block_size: int, start_
     """Fit the step model: of each shape of step the median, weighted so that relative errors count."""
     shapes: dict[tuple[int, ...], list[MeasuredStep]] = {}
     for step in steps:
-        shapes.setdefault((step.num_tokens, step.context // 256, step.pairs, step.num_random, step.spared), []).append(step)
+        kind = (step.num_tokens, step.context // 256, step.pairs, step.num_random, step.num_beams, step.spared)
+        shapes.setdefault(kind, []).append(step)
     rows = [(alike[0], median(s.seconds for s in alike)) for alike in shapes.values()]
     most = max(s.num_tokens for s, _ in rows)
     counts = {s.num_tokens for s, _ in rows}
     seen = sorted({k for k in _KNOTS if k in counts} | {most})
     design = np.array(
-        [[*_hats(s.num_tokens, seen), s.context, s.pairs, s.num_sampled, s.num_random, -s.spared] for s, _ in rows], np.float64
+        [
+            [*_hats(s.num_tokens, seen), s.context, s.pairs, s.num_sampled, s.num_random, s.num_beams, -s.spared]
+            for s, _ in rows
+        ],
+        np.float64,
     )
     seconds = np.array([s for _, s in rows])
     solution = _nonnegative_least_squares(design / seconds[:, None], np.ones(len(rows)))
@@ -136,20 +167,29 @@ def fit_profile(steps: list[MeasuredStep], machine: str, block_size: int, start_
     predicted = design @ np.concatenate([table, solution[len(seen) :]])
     by_token = {k: k / t for k, t in zip(seen, table, strict=True) if t > 0}
     knee = next((k for k in seen if by_token.get(k, 0) >= _KNEE_SHARE * max(by_token.values())), most)
-    return MachineProfile(
+    profile = MachineProfile(
         machine=machine,
         block_size=block_size,
         tokens=[int(k) for k in seen],
         table_s=[float(t) for t in table],
-        decode_s_per_token=float(solution[-5]),
-        prefill_s_per_pair=float(solution[-4]),
-        sample_s_per_row=float(solution[-3]),
-        random_s_per_row=float(solution[-2]),
+        decode_s_per_token=float(solution[-6]),
+        prefill_s_per_pair=float(solution[-5]),
+        sample_s_per_row=float(solution[-4]),
+        random_s_per_row=float(solution[-3]),
+        beam_s_per_row=float(solution[-2]),
         spared_s_per_token=float(solution[-1]),
         start_s=start_s,
         knee_tokens=int(knee),
         fit_error=float(np.mean(np.abs(predicted - seconds) / seconds)),
     )
+    decoded = [s.num_tokens for s in steps if not s.pairs]  # by steps of as many rows
+    return replace(profile, num_seqs=_best_rows(profile, [k for k in seen if k in decoded]))
+
+
+def _best_rows(profile: MachineProfile, counts: list[int]) -> int:
+    """Return how many rows to keep in flight, of the counts that were measured; 0 where there is none."""
+    by_second = {k: k / profile.predict(k, k * _ROWS_CONTEXT, 0, k) for k in counts}
+    return next((k for k in counts if by_second[k] >= _ROWS_SHARE * max(by_second.values())), 0)
 
 
 def _hats(x: int, knots: list[int]) -> np.ndarray:

@@ -120,12 +120,13 @@ class Answers:
         prompt = conversation.next_prompt(sequence.text or "", list(request.prompt_token_ids), answer_ids)
         if prompt is None:
             return None
-        last = conversation.num_asked == conversation.num_turns
+        later_turns = conversation.num_turns - conversation.num_asked
         return self._job.opened.make_request(
             request.row_index,
             prompt,
             request.params,
             turn_index=request.turn_index + 1,
             cache_salt=request.cache_salt,
-            later_tokens=0 if last else max(0, request.max_kv_tokens - len(prompt) - request.params.max_tokens),
+            later_tokens=max(0, request.max_kv_tokens - len(prompt) - request.params.max_tokens) if later_turns else 0,
+            later_turns=later_turns,
         )

@@ -49,11 +49,17 @@ def stored_profile(opened: Any) -> Any:
 
 
 def tuned(opened: Any, config: EngineConfig) -> Any:
-    """Return an opened model with what `tune` found where the flags leave it open: how many tokens a step needs."""
+    """Return an opened model with what `tune` found where the flags leave it open: how many tokens and rows a step needs.
+
+    Rows in flight only become more, since what a row may ask for (`n`, beams) is bounded by them.
+    """
     profile = stored_profile(opened)
     if profile is None or config.max_num_batched_tokens is not None:
         return opened
-    return replace(opened, config=replace(opened.config, knee_tokens=profile.knee_tokens))
+    rows = opened.config.max_num_seqs
+    if config.max_num_seqs is None:
+        rows = max(rows, min(profile.num_seqs, opened.config.max_num_batched_tokens))
+    return replace(opened, config=replace(opened.config, knee_tokens=profile.knee_tokens, max_num_seqs=rows))
 
 
 def _path(opened: Any) -> Any:
@@ -227,9 +233,13 @@ def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
         from ..engine.engine import Engine
         from ..engine.opened import open_model
         from ..engine.profile import save_profile
-        from ..engine.tuning import fit_profile, measure_block_sizes, measure_steps
+        from ..engine.tuning import MOST_ROWS, fit_profile, measure_block_sizes, measure_steps
 
         opened = open_model(config)
+        resolved = opened.config
+        if config.max_num_seqs is None:
+            rows = min(MOST_ROWS[resolved.device], resolved.max_num_batched_tokens)
+            opened = replace(opened, config=replace(resolved, max_num_seqs=rows))
     if opened.precompilation is not None:
         progress.note(COMPILING)
     progress.phase(f"loading {config.model} ({opened.spec.dtype}, {opened.config.device})")
@@ -240,6 +250,8 @@ def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
     profile = fit_profile(steps, _machine(opened.config.device), opened.config.block_size or 0, start_s)
     if config.max_num_batched_tokens is not None:
         profile.knee_tokens = 0  # what larger steps are like wasn't seen
+    if config.max_num_seqs is not None or config.max_num_batched_tokens is not None:
+        profile.num_seqs = 0
     progress.phase("measuring block sizes")
     profile.decode_s_by_block_size = measure_block_sizes(engine)
     path = _path(opened)

@@ -204,6 +204,7 @@ class RowReader:
                 one.params,
                 cache_salt=self._cache_salt(one.values),
                 later_tokens=_later_tokens(conversation, one.params),
+                later_turns=one.num_turns - 1,
                 num_truncated_tokens=num_truncated,
                 sample_indices=one.missing if one.done and one.params.beam_width == 1 else (),
             )

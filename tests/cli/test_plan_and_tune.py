@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command import pagedgen
@@ -55,6 +56,24 @@ def test_a_plan_foretells_what_a_run_does(tiny_model, prompts, tmp_path, cache):
     assert told["recommended_block_size"] in (8, 16, 32, 64)
 
 
+@pytest.mark.parametrize("sort", ["prefix", "none"])
+def test_beams_and_later_turns_are_foretold(tiny_model, tmp_path, cache, sort):
+    """Steps and tokens exactly, as they don't depend on which beams go on; blocks nearly."""
+    model, path, out = tiny_model("llama"), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    beams = {"sampling_params": {"max_tokens": 24, "ignore_eos": True, "beam_width": 4, "n": 2}}
+    rows = [{"prompt_token_ids": list(range(5, 25 + 3 * i)), **beams} for i in range(6)]
+    rows += [{"turns": ["a" * 20, "b" * 20, "c" * 20], "sampling_params": {"max_tokens": 9, "ignore_eos": True}}] * 5
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    flags = ["--block-size", 4, "--sort", sort, "--max-num-seqs", 20]
+    told = plan(model, path, *flags)["forecast"]
+    assert pagedgen("run", model, path, "-o", out, *flags, "--audit").returncode == 0
+    stats = json.loads((tmp_path / "out.jsonl.stats.json").read_text())
+    assert told["generated_tokens"] == stats["generated_tokens"] == 6 * 2 * 24 + 5 * 3 * 9
+    assert told["steps"] == stats["num_steps"]
+    assert told["computed_tokens"] == stats["computed_tokens"]
+    assert told["peak_blocks"] == pytest.approx(stats["blocks"]["peak"], rel=0.1)
+
+
 def test_the_table_has_every_part(tiny_model, prompts, cache):
     result = pagedgen("plan", tiny_model("llama"), prompts)
     assert result.returncode == 0, result.stderr
@@ -80,6 +99,12 @@ def test_tune_measures_and_plan_uses_it(tiny_model, prompts, cache):
     assert told["forecast"]["generate_s"] > 0
     assert told["forecast"]["wall_s"] > told["forecast"]["generate_s"] + profile["start_s"] - 1
     assert told["config"]["knee_tokens"] == profile["knee_tokens"] > 0
+    assert profile["num_seqs"] == 0  # the flag said it
+    assert told["config"]["max_num_seqs"] == 128
+    path = Path(profile["path"])
+    path.write_text(path.read_text().replace('"num_seqs": 0', '"num_seqs": 300'))
+    for flags, rows in (([], 300), (["--max-num-seqs", 5], 5), (["--max-num-batched-tokens", 200], 128)):
+        assert plan(model, prompts, *flags)["config"]["max_num_seqs"] == rows
     given = plan(model, prompts, "--max-num-batched-tokens", 200)["config"]
     assert (given["max_num_batched_tokens"], given["knee_tokens"]) == (200, 0)
     assert "tokens/s" in pagedgen("plan", model, prompts).stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -32,6 +33,21 @@ def test_the_fit_finds_the_costs(steps):
         assert profile.predict(*shape) == pytest.approx(true_seconds(*shape), rel=0.12)
     assert profile.predict(2048, 0, 0, 0) == pytest.approx(2 * profile.predict(1024, 0, 0, 0))
     assert profile.knee_tokens in (512, 1024)
+    assert profile.num_seqs == 64  # 9.7 ms a row; 128 take 9.3
+
+
+@pytest.mark.parametrize(("fixed_s", "row_s", "best"), [(0.01, 1e-2, 16), (0.2, 1e-3, 256), (0.01, 1e-3, 128), (9.0, 0, 512)])
+def test_as_few_rows_in_flight_as_come_near_the_fastest(fixed_s, row_s, best):
+    steps = [MeasuredStep(k, 0, 0, k, fixed_s + row_s * k) for k in (16, 32, 64, 128, 256, 512)]
+    steps += [MeasuredStep(1024, 0, 1, 4, fixed_s + row_s * 1024)]  # prompts, which are no rows in flight
+    assert fit_profile(steps, "a machine", 32, 5.0).num_seqs == best
+
+
+def test_a_machine_that_is_slow_for_one_pass_is_not_taken_for_slow(steps):
+    """What one pass over the workloads measured while the machine was twice as slow doesn't weigh."""
+    slow = [dataclasses.replace(s, seconds=2 * s.seconds) for s in steps[::5]]
+    profile = fit_profile([*slow, *steps], "a machine", 32, 5.0)
+    assert profile.predict(700, 100, 700 * 701 // 2, 3) == pytest.approx(true_seconds(700, 100, 700 * 701 // 2, 3), rel=0.12)
 
 
 def test_it_is_kept_and_a_broken_file_is_none(tmp_path, steps):
@@ -46,7 +62,7 @@ def test_it_is_kept_and_a_broken_file_is_none(tmp_path, steps):
 
 
 def test_other_block_sizes_cost_what_was_measured():
-    profile = MachineProfile("m", 32, [1], [0.1], 2e-6, 0, 0, 0, 0, 0, decode_s_by_block_size={"16": 3.0, "32": 2.0})
+    profile = MachineProfile("m", 32, [1], [0.1], 2e-6, 0, 0, 0, 0, 0, 0, decode_s_by_block_size={"16": 3.0, "32": 2.0})
     assert profile.for_block_size(16).decode_s_per_token == pytest.approx(3e-6)
     assert profile.for_block_size(128).decode_s_per_token == 2e-6
 
