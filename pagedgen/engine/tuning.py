@@ -87,9 +87,7 @@ def measure_steps(engine: Engine, on_note: Callable[[str], None]) -> list[Measur
         if load.rows * load.beam_width > config.max_num_seqs or length < 1:
             continue
         on_note(f"{load.rows} rows of {length} + {load.new} tokens (pass {number} of {_PASSES})")
-        params = SamplingParams(
-            max_tokens=load.new, ignore_eos=True, temperature=load.temperature, beam_width=load.beam_width
-        )
+        params = SamplingParams(max_tokens=load.new, ignore_eos=True, temperature=load.temperature, beam_width=load.beam_width)
         ids = rng.integers(0, engine.opened.num_token_ids, (load.rows, length))
         ids[:, : load.common] = ids[0, : load.common]
         requests = [Request(i, row.tolist(), params, load.new, frozenset(), i) for i, row in enumerate(ids)]

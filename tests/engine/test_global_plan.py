@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -116,6 +118,26 @@ def test_prompts_are_spread_over_steps():
     assert spread.generated_tokens == at_once.generated_tokens == outputs.sum()
     assert spread.seconds < 0.92 * at_once.seconds
     assert spread.live_before_drain > 0.94
+
+
+@pytest.mark.parametrize("num_blocks", [24, 40, 400])
+@pytest.mark.parametrize("ends", [None, 13], ids=["to their limits", "by themselves"])
+def test_beams_and_later_turns_run_to_their_ends_in_any_pool(num_blocks, ends):
+    rng = np.random.default_rng(0)
+    eos = () if ends is None else (0, 2)
+    requests = []
+    for i in range(24):
+        prompt = rng.integers(0, 999, rng.integers(1, 80)).tolist()
+        if i % 3 == 0:
+            requests.append(request(i, prompt, 40, eos=eos, beam_width=4, n=2))
+        elif i % 3 == 1:
+            turns = dataclasses.replace(request(i, prompt, 20, eos=eos), later_turns=2, later_tokens=2 * 20 + 30)
+            requests.append(turns)
+        else:
+            requests.append(request(i, prompt, 20, eos=eos, n=3, temperature=1.0))
+    done, _ = run(requests, num_blocks, None if ends is None else lambda r, _: ends)
+    long, short = (40, 20) if ends is None else (ends, ends)
+    assert done.generated_tokens == 8 * (2 * long + 3 * short + 3 * short)
 
 
 def test_rows_of_one_length_do_not_all_start_and_end_together():
