@@ -53,8 +53,8 @@ _WORKLOADS = (
     Workload(16, _SHORT, 4, beam_width=3),
     Workload(48, 512, 4, common=480),
 )
-# All workloads are run so often, one pass after another: a machine's speed changes over minutes, and each shape of step is to be
-# seen in more than one of them.
+# All workloads are run so often, one pass after another: a machine's speed changes over minutes, and each shape of step is
+# to be seen in more than one of them.
 _PASSES = 3
 MOST_ROWS = {"cpu": 512, "cuda": 1024}  # in flight that are tried, where no flag says
 _KNEE_SHARE = 0.95
