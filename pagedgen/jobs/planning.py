@@ -238,6 +238,7 @@ def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
         opened = open_model(config)
         resolved = opened.config
         if config.max_num_seqs is None:
+            assert resolved.max_num_batched_tokens is not None
             rows = min(MOST_ROWS[resolved.device], resolved.max_num_batched_tokens)
             opened = replace(opened, config=replace(resolved, max_num_seqs=rows))
     if opened.precompilation is not None:
