@@ -51,7 +51,10 @@ class MachineProfile:
         return replace(self, block_size=size, decode_s_per_token=decode, spared_s_per_token=spared)
 
     def step_s(self, step: ScheduledStep, sampled: list[Sequence]) -> float:
-        """Return the seconds of a step, before its tokens are counted as computed; `sampled` get a token, and their samples."""
+        """Return the seconds of a step, before its tokens are counted as computed; `sampled` get a token, and their samples.
+
+        A beam search's first step looks at the prompt's logits alone.
+        """
         context = pairs = 0
         for i, (sequence, count) in enumerate(zip(step.sequences, step.num_scheduled_tokens, strict=True)):
             start = sequence.num_computed_tokens
@@ -61,14 +64,16 @@ class MachineProfile:
                 pairs += count * start + count * (count + 1) // 2
         tables = [s.block_table[: s.num_shared_blocks] for s in step.sequences[: step.num_decodes]]
         spared = sum(map(len, tables)) - len(set().union(*tables))
+        num_beams = sum(s.beam_group is not None for s in sampled)
+        drawn = [s for s in sampled if s.beam_group is None]
         return self.predict(
             sum(step.num_scheduled_tokens),
             context,
             pairs,
-            sum(1 + s.num_pending_samples for s in sampled),
-            sum(1 + s.num_pending_samples for s in sampled if s.request.params.temperature > 0),
+            num_beams + sum(1 + s.num_pending_samples for s in drawn),
+            sum(1 + s.num_pending_samples for s in drawn if s.request.params.temperature > 0),
             spared * self.block_size,
-            sum(s.beam_group is not None for s in sampled),
+            num_beams,
         )
 
     def predict(

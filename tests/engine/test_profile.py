@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from pagedgen.engine.profile import MachineProfile, load_profile, save_profile
+from pagedgen.engine.scheduler import ScheduledStep
 from pagedgen.engine.tuning import MeasuredStep, fit_profile
+from pagedgen.request import Request, Sequence
+from pagedgen.sampling_params import SamplingParams
 
 
 def true_seconds(tokens, context, pairs, sampled):
@@ -85,3 +88,13 @@ def test_the_recommended_block_size_is_the_one_that_costs_least(waste, shareable
         for i, size in enumerate((8, 16, 32, 64))
     ]
     assert recommend_block_size(costs, 32, pool_is_short=short) == best
+
+
+@pytest.mark.parametrize(
+    ("params", "seconds"), [({"n": 4, "temperature": 1.0}, 4 * (1 + 100)), ({"beam_width": 4}, 1 + 10_000)]
+)
+def test_a_prompts_step_samples_all_its_samples_and_searches_once(params, seconds):
+    profile = MachineProfile("m", 32, [1], [0], 0, 0, 1, 100, 10_000, 0, 0)
+    first = Sequence(Request(0, [5, 6, 7], SamplingParams(max_tokens=4, **params), 4, frozenset(), 0))
+    first.beam_group = object() if "beam_width" in params else None
+    assert profile.step_s(ScheduledStep([first], [3], 0), [first]) == seconds
