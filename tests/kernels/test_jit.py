@@ -1,4 +1,5 @@
-"""Work on all threads from compiled code: each thread's part is done once, at one time with the others', and can fail."""
+"""Work on all threads from compiled code: each thread's part is done once, at one time with the others', and can fail. What
+kernels are made of becomes machine code in them alone."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 
 numba = pytest.importorskip("numba")
 import numpy as np
+from numba.core.codegen import JITCodeLibrary
 from pagedgen.kernels.cpu.jit import inner, on_threads
 from pagedgen.kernels.cpu.simd import take_next
 
@@ -116,3 +118,52 @@ def test_arrays_outlive_the_use_of_their_addresses():
                 assert addressed <= kept, f"{path.name}: {function.name}"
                 found += len(addressed)
     assert found > 4
+
+
+@inner
+def _plus_one(x):
+    return x + 1
+
+
+@inner
+def _twice(x):
+    return 2 * _plus_one(x)
+
+
+@pytest.fixture
+def translated(monkeypatch):
+    """The names of the libraries that became machine code."""
+    names = []
+    finalize = JITCodeLibrary._finalize_specific
+
+    def listen(self):
+        if self.name != "nrt":  # numba's own, once a process
+            names.append(self.name)
+        finalize(self)
+
+    monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", listen)
+    return names
+
+
+def test_inner_functions_are_translated_with_the_kernel_only(translated):
+    @numba.njit
+    def kernel(x):
+        return _twice(x)
+
+    assert kernel(3) == 8
+    assert [name.split(".")[-1] for name in translated] == ["kernel"]
+
+
+def test_a_plain_function_is_translated_by_itself(translated):
+    """The opposite: where numba's method has another name, the test above would see nothing."""
+
+    @numba.njit
+    def plain(x):
+        return x + 1
+
+    @numba.njit
+    def kernel(x):
+        return plain(x)
+
+    assert kernel(3) == 4
+    assert [name.split(".")[-1] for name in translated] == ["plain", "kernel"]
