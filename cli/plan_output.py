@@ -128,11 +128,10 @@ def _forecast_rows(table: Table, report: Any) -> None:
         unknown = "unknown: `pagedgen tune` measures this machine with this model"
         table.add_row("foretold time", unknown if report.profile is None else "none: no row runs")
     else:
-        times = f"{told['generate_s']:,.1f} s generating ({told['tokens_per_s']:,.1f} tokens/s), {told['wall_s']:,.1f} s in all"
-        speed = told["machine_speed"] or 1.0
-        if speed != 1:
-            times += f"; this machine now has {speed:.0%} of the speed at which it was tuned"
-        table.add_row("foretold time", times)
+        table.add_row(
+            "foretold time",
+            f"{told['generate_s']:,.1f} s generating ({told['tokens_per_s']:,.1f} tokens/s), {told['wall_s']:,.1f} s in all",
+        )
     for other in report.what_if:
         seconds = "" if other["generate_s"] is None else f", {other['generate_s']:,.1f} s"
         table.add_row(

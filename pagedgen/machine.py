@@ -10,13 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 _MADV_HUGEPAGE = 14  # of Linux's madvise
 _HUGE_PAGE_BYTES = 2 * 2**20
-_TENTH_S = 0.1
 
 
 def cache_root() -> Path:
@@ -35,28 +32,6 @@ def cpu_name() -> str:
 def cpu_flags() -> frozenset[str]:
     """Return the processor's instruction sets as Linux names them; none elsewhere."""
     return frozenset((_first_of_cpuinfo("flags") or _first_of_cpuinfo("features")).split())
-
-
-def seconds_of_work(seconds: float) -> float:
-    """Return what a fixed piece of arithmetic, one product of matrices on all cores, takes just now, measured for so long.
-
-    A processor's speed changes with its heat and its neighbours: for a moment, which the median over tenths of a second leaves
-    out, or for minutes.
-    """
-    import numpy as np
-
-    operand = np.ones((512, 512), np.float32)
-    product = np.empty_like(operand)
-    np.matmul(operand, operand, out=product)  # which starts the library's threads
-    found: list[float] = []
-    end = perf_counter() + seconds
-    while not found or perf_counter() < end:
-        count, start = 0, perf_counter()
-        while not count or perf_counter() - start < _TENTH_S:
-            np.matmul(operand, operand, out=product)
-            count += 1
-        found.append((perf_counter() - start) / count)
-    return median(found)
 
 
 @contextmanager

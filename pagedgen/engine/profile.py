@@ -19,12 +19,7 @@ from ..model.spec import ModelSpec
 from ..request import Sequence
 from .scheduler import ScheduledStep
 
-FORMAT = 4
-
-_TIMES = (
-    "decode_s_per_token", "prefill_s_per_pair", "sample_s_per_row", "random_s_per_row", "beam_s_per_row", "spared_s_per_token",
-    "start_s",
-)  # fmt: skip
+FORMAT = 3
 
 
 @dataclass
@@ -42,7 +37,6 @@ class MachineProfile:
     beam_s_per_row: float  # more for each beam whose continuations are looked at
     spared_s_per_token: float  # less for each token of context that cascade attention reads for another row already
     start_s: float  # from the command to the first step
-    work_s: float  # what `machine.seconds_of_work` took meanwhile; 0: the device isn't the processor
     decode_s_by_block_size: dict[str, float] = field(default_factory=dict)  # attention of `decode_rows` rows, all layers
     knee_tokens: int = 0  # where larger steps stop being faster by the token
     num_seqs: int = 0  # rows in flight that come near the fastest by the row; 0: not measured
@@ -55,15 +49,6 @@ class MachineProfile:
         ratio = there / here if here and there else 1.0
         decode, spared = self.decode_s_per_token * ratio, self.spared_s_per_token * ratio
         return replace(self, block_size=size, decode_s_per_token=decode, spared_s_per_token=spared)
-
-    def slowed(self, ratio: float) -> MachineProfile:
-        """Return the profile of the machine while all it does takes `ratio` times as long."""
-        return replace(
-            self,
-            table_s=[seconds * ratio for seconds in self.table_s],
-            decode_s_by_block_size={size: seconds * ratio for size, seconds in self.decode_s_by_block_size.items()},
-            **{name: getattr(self, name) * ratio for name in _TIMES},
-        )
 
     def step_s(self, step: ScheduledStep, sampled: list[Sequence]) -> float:
         """Return the seconds of a step, before its tokens are counted as computed; `sampled` get a token, and their samples.

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from ..kernels.api import load_backend
-from ..machine import seconds_of_work
 from ..request import Request
 from ..sampling_params import SamplingParams
 from .batch import BlockTableArray, PackedBatch
@@ -57,7 +56,6 @@ _WORKLOADS = (
 # All workloads are run so often, one pass after another: a machine's speed changes over minutes, and each shape of step is
 # to be seen in more than one of them.
 _PASSES = 3
-_WORK_S = 0.1  # of the machine's speed, after each workload
 MOST_ROWS = {"cpu": 512, "cuda": 1024}  # in flight that are tried, where no flag says
 _KNEE_SHARE = 0.95
 # Rows in flight: as few as come near the fastest by the row, each of a context in the middle of a common range.
@@ -78,10 +76,9 @@ class MeasuredStep:
     num_beams: int = 0
 
 
-def measure_steps(engine: Engine, on_note: Callable[[str], None]) -> tuple[list[MeasuredStep], float]:
-    """Run the workloads, pass after pass; return every step, and the median of `machine.seconds_of_work` between them."""
+def measure_steps(engine: Engine, on_note: Callable[[str], None]) -> list[MeasuredStep]:
+    """Run the workloads, pass after pass, and return every step."""
     steps: list[MeasuredStep] = []
-    work: list[float] = []
     config = engine.opened.config
     assert config.max_model_len and config.max_num_seqs
     rng = np.random.default_rng(0)
@@ -95,9 +92,7 @@ def measure_steps(engine: Engine, on_note: Callable[[str], None]) -> tuple[list[
         ids[:, : load.common] = ids[0, : load.common]
         requests = [Request(i, row.tolist(), params, load.new, frozenset(), i) for i, row in enumerate(ids)]
         steps += _timed_steps(engine, requests)
-        if config.device == "cpu":
-            work.append(seconds_of_work(_WORK_S))
-    return steps, median(work) if work else 0.0
+    return steps
 
 
 def _timed_steps(engine: Engine, requests: list[Request]) -> list[MeasuredStep]:
@@ -147,7 +142,7 @@ def _timed_steps(engine: Engine, requests: list[Request]) -> list[MeasuredStep]:
     return measured
 
 
-def fit_profile(steps: list[MeasuredStep], machine: str, block_size: int, start_s: float, work_s: float) -> MachineProfile:
+def fit_profile(steps: list[MeasuredStep], machine: str, block_size: int, start_s: float) -> MachineProfile:
     """Fit the step model: of each shape of step the median, weighted so that relative errors count."""
     shapes: dict[tuple[int, ...], list[MeasuredStep]] = {}
     for step in steps:
@@ -182,7 +177,6 @@ def fit_profile(steps: list[MeasuredStep], machine: str, block_size: int, start_
         beam_s_per_row=float(solution[-2]),
         spared_s_per_token=float(solution[-1]),
         start_s=start_s,
-        work_s=work_s,
         knee_tokens=int(knee),
         fit_error=float(np.mean(np.abs(predicted - seconds) / seconds)),
     )

@@ -10,15 +10,11 @@ from typing import Any
 
 from ..config import EngineConfig, JobConfig
 from ..errors import InputError, OutputError, RowError, UsageError
-from ..machine import cache_root, cpu_name, seconds_of_work, without_collector
+from ..machine import cache_root, cpu_name, without_collector
 from ..request import Request
 from ..stats import RunStats
 from .report import COMPILING, PlanReport, Progress
 from .setup import Job, device_name, estimate_plan
-
-# The machine's speed is measured for so long, and a difference from its speed when it was tuned counts if it is larger: smaller
-# ones come and go within seconds.
-_WORK_S, _SPEED_CHANGE = 2.0, 0.1
 
 
 class _GroupFeed:
@@ -142,13 +138,6 @@ def report(
     read_s = sum(stats.time_split_s.get(phase, 0.0) for phase in ("read", "tokenize"))
     plan, source = estimate(rows.lengths)
     profile = stored_profile(opened)
-    speed: float | None = None
-    if profile is not None and profile.work_s > 0:
-        progress.phase("measuring this machine's speed")
-        speed = profile.work_s / seconds_of_work(_WORK_S)
-        if abs(speed - 1) <= _SPEED_CHANGE:
-            speed = 1.0
-        profile = profile.slowed(1 / speed)
     progress.phase("simulating the run")
     engine = opened.config
     told = forecast(rows, engine, plan.num_blocks, profile, lengths, is_ample=plan.is_ample)
@@ -167,7 +156,6 @@ def report(
         what_if.append({"what": name, "num_blocks": num_blocks, **other})
     details = asdict(told)
     details["wall_s"] = None if told.generate_s is None else told.generate_s + profile.start_s + read_s
-    details["machine_speed"] = speed
     sharing = asdict(rows.sharing)
     sharing["group_sizes"] = sharing["group_sizes"][:10].tolist()
     sharing["group_tokens"] = sharing["group_tokens"][:10].tolist()
@@ -259,8 +247,8 @@ def tune(config: EngineConfig, progress: Progress) -> tuple[Any, str]:
     engine = Engine(opened, stats)
     start_s = perf_counter() - stats.started - engine.compiling_s
     progress.phase("measuring steps")
-    steps, work_s = measure_steps(engine, progress.note)
-    profile = fit_profile(steps, _machine(opened.config.device), opened.config.block_size or 0, start_s, work_s)
+    steps = measure_steps(engine, progress.note)
+    profile = fit_profile(steps, _machine(opened.config.device), opened.config.block_size or 0, start_s)
     if config.max_num_batched_tokens is not None:
         profile.knee_tokens = 0  # what larger steps are like wasn't seen
     if config.max_num_seqs is not None or config.max_num_batched_tokens is not None:

@@ -60,11 +60,11 @@ class PlanReport:
     max_tokens: int
     memory_source: str
     files: list[str]
-    forecast: dict[str, Any]  # `engine.forecast.Forecast`, wall_s, and the machine's speed now ÷ when it was tuned
+    forecast: dict[str, Any]  # `engine.forecast.Forecast`, and wall_s
     sharing: dict[str, Any]
     block_sizes: list[dict[str, Any]]
     recommended_block_size: int
     prompt_lengths: list[dict[str, int]]  # a histogram
     what_if: list[dict[str, Any]]  # the forecast with other pools
     warnings: list[str]
-    profile: dict[str, Any] | None  # what the times come from, at the speed that the machine has now
+    profile: dict[str, Any] | None  # what the times come from
